@@ -1,0 +1,613 @@
+"""autograd: the tape.  Each differentiable operation is a forward and a backward over rows of the table.
+
+How it reads, top to bottom:
+
+1. The tape        nodes, sinks, and the walk back from a loss
+2. Switches        `no_grad`, and `recompute`, which forgets activations and runs a function again
+3. Primitives      arithmetic with broadcasting, views, products, activations, reductions
+4. Model           the coarse operations that the decoder is made of
+5. Operators       + - * / @ [...] and methods, put on `Tensor`
+
+An operation calls rows on its inputs and ends in `record(out, inputs, backward)`.  `backward(g, *sinks)`
+gets the gradient of `out` and per input a `Sink`, or None where no gradient is wanted.  A sink takes
+gradients in one of two ways, so that nothing is cleared, copied or added up that need not be:
+
+    sink.give(d)                   d is a gradient that the caller owns: kept if first, added if not
+    sink.fill(lambda out, acc: …)  for kernels that can add themselves: they write to (acc: add to) `out`
+
+Lifetime.  A node holds its inputs and, in the closure, saved buffers, but never its own output; the walk
+drops both as it passes.  So there are no reference cycles, memory returns to the pool the moment it is
+free, and a second walk over the same graph is an error.  Nodes are numbered as they are made: going
+through them from the highest number down visits every consumer before its producer.  Nothing here
+knows about devices.
+"""
+import builtins
+import contextlib
+import heapq
+import itertools
+import math
+
+import numpy as np
+
+import tensor as T
+from tensor import Dropout, Tensor
+
+# ---- 1. The tape --------------------------------------------------------------------------------------
+
+_numbers = itertools.count()
+_recording = True
+
+
+class Node:
+    """One recorded operation: what it read, how to go back, and the gradients of its outputs so far.
+
+    Outputs that are slices of one storage (q, k and v) have gradients that are slices of one storage
+    as well, so that a backward can treat them as the one tensor they came from.
+    """
+    __slots__ = ("number", "inputs", "backward", "layouts", "shared", "base", "grads")
+
+    def __init__(self, inputs, backward, outs):
+        self.number, self.inputs, self.backward = next(_numbers), inputs, backward
+        self.layouts = [(t.shape, t.strides, t.offset) for t in outs]
+        self.shared = len(outs) > 1 and all(t.storage is outs[0].storage for t in outs)
+        self.base, self.grads = None, [None]*len(outs)
+
+    def room(self, i):
+        """Memory for the gradient of output i: a new tensor, or its slice of the shared one."""
+        shape, strides, offset = self.layouts[i]
+        if not self.shared:
+            return T.empty(shape)
+        if self.base is None:
+            # the slices tile their storage without gaps
+            self.base = T.empty((builtins.sum(math.prod(shape) for shape, _, _ in self.layouts),))
+        return self.base.view(shape, strides, offset)
+
+    def gradients(self):
+        """The gradients by output; slices that nobody wrote are zero."""
+        if self.shared:
+            for i, g in enumerate(self.grads):
+                if g is None:
+                    self.grads[i] = self.room(i)
+                    T.copy(T.expand(T.tensor(0.0), self.grads[i].shape, "zero"), self.grads[i])
+        return self.grads
+
+
+class Sink:
+    """Where the gradient of one input goes: its node's slot, or the `grad` of a leaf."""
+    __slots__ = ("target",)
+
+    def __init__(self, target):
+        self.target = target
+
+    @property
+    def held(self):
+        t = self.target
+        return t.grad if t.node is None else t.node.grads[t.index]
+
+    def keep(self, d):
+        t = self.target
+        if t.node is None:
+            t.grad = d
+        else:
+            t.node.grads[t.index] = d
+
+    def room(self):
+        """Memory to write a gradient to, for kernels that overwrite; hand it to `give` afterwards."""
+        t = self.target
+        return T.empty(t.shape) if t.node is None or self.held is not None else t.node.room(t.index)
+
+    def give(self, d):
+        """Take over d, which the caller owns and does not touch again; add it if there is one already."""
+        held, node = self.held, self.target.node
+        if held is not None:
+            T.accumulate(held, d)
+        elif node is not None and node.shared and not (node.base is not None and d.storage is node.base.storage):
+            self.keep(T.copy(d, self.room()))
+        else:
+            self.keep(T.packed(d) if node is None or not node.shared else d)
+
+    def lend(self, d):
+        """Like `give` for a gradient that has been given to another sink or lives on."""
+        if self.held is None:
+            d = T.copy(d)
+        self.give(d)
+
+    def fill(self, write):
+        """Let write(out, acc) put the gradient straight where it belongs, adding if acc."""
+        held = self.held
+        if held is not None and held.contiguous:
+            write(held, True)
+        else:
+            out = self.room()
+            out = out if out.contiguous else T.empty(out.shape)
+            write(out, False)
+            self.give(out)
+
+
+def tracked(t):
+    """Does a gradient flow to this tensor?"""
+    return t is not None and (t.requires_grad or t.node is not None)
+
+
+def record(out, inputs, backward, always=False):
+    """Put `out` (a tensor or a tuple of tensors) on the tape, unless nothing asks for a gradient."""
+    if not _recording or not (always or any(tracked(t) for t in inputs)):
+        return out
+    outs = out if isinstance(out, tuple) else (out,)
+    node, fresh = Node(inputs, backward, outs), []
+    for i, t in enumerate(outs):
+        t = t.detach()
+        t.node, t.index = node, i
+        fresh.append(t)
+    return tuple(fresh) if isinstance(out, tuple) else fresh[0]
+
+
+def backward(out, gradient=None):
+    """Add the gradient of `out` to the `grad` of every leaf with requires_grad that it depends on.
+
+    `gradient` (array or Tensor of out's shape) is where to start from; by default 1 for a single element.
+    """
+    if out.node is None:
+        raise RuntimeError("backward: this tensor was not computed from anything that requires a gradient")
+    if gradient is None:
+        T.need(out.size == 1, "backward", "a gradient must be given unless there is one element, not", out)
+        gradient = T.fill(T.empty(out.shape), 1.0)
+    else:
+        gradient = T.copy(gradient) if isinstance(gradient, Tensor) else T.tensor(gradient)
+        T.need(gradient.shape == out.shape, "backward", "gradient and tensor differ", gradient, out)
+    walk([(out, gradient)])
+
+
+def walk(starts):
+    """Go back from (tensor, its gradient or None) pairs, always to the node that was recorded last."""
+    queue, queued = [], set()
+
+    def enqueue(node):
+        if node is not None and node not in queued:
+            if node.backward is None:
+                raise RuntimeError("backward: this graph has been walked and freed; compute the loss again")
+            queued.add(node)
+            heapq.heappush(queue, (-node.number, node))
+
+    for out, gradient in starts:
+        if gradient is not None:
+            enqueue(out.node)
+            Sink(out).give(gradient)
+    while queue:
+        node = heapq.heappop(queue)[1]
+        inputs, step, grads = node.inputs, node.backward, node.gradients()
+        node.inputs, node.backward, node.grads, node.base = (), None, [None]*len(grads), None
+        step(grads[0] if len(grads) == 1 else tuple(grads), *[Sink(t) if tracked(t) else None for t in inputs])
+        for t in inputs:
+            if t is not None and t.node is not None and t.node.grads[t.index] is not None:
+                enqueue(t.node)
+        del inputs, step, grads
+
+
+# ---- 2. Switches --------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def recording(on):
+    global _recording
+    before, _recording = _recording, on
+    try:
+        yield
+    finally:
+        _recording = before
+
+
+def no_grad():
+    """Context in which nothing is recorded: evaluation, sampling."""
+    return recording(False)
+
+
+def recompute(fn, *inputs):
+    """fn(*inputs) without keeping what it computes on the way: the backward runs it again (Chen et al., 2016).
+
+    fn must be a pure function of `inputs` and of leaves; it draws the same dropout masks the second time
+    (they are a function of their position), so every bit is that of the plain call.
+    """
+    with no_grad():
+        out = fn(*inputs)
+
+    def backward(g, *sinks):
+        fresh = [t if t is None else t.detach() for t in inputs]
+        for t, sink in zip(fresh, sinks):
+            if sink is not None:
+                t.requires_grad = True
+        with recording(True):
+            again = fn(*fresh)
+        walk(list(zip(again, g)) if isinstance(again, tuple) else [(again, g)])
+        for t, sink in zip(fresh, sinks):
+            if sink is not None and t.grad is not None:
+                sink.give(t.grad)
+
+    return record(out, inputs, backward, always=True)
+
+
+# ---- 3. Primitives ------------------------------------------------------------------------------------
+
+def lift(value):
+    """A Tensor as it is; a number or array as a new one."""
+    return value if isinstance(value, Tensor) else T.tensor(value)
+
+
+def unbroadcast(g, shape):
+    """Sum a gradient over the axes that broadcasting added or stretched to get from `shape` to g's."""
+    lead = g.ndim - len(shape)
+    axes = tuple(i for i in range(g.ndim) if i < lead or shape[i - lead] == 1 != g.shape[i])
+    return T.sum(g, axes).view(shape) if axes else g
+
+
+def add(a, b):
+    """a + b, broadcasting."""
+    a, b = lift(a), lift(b)
+
+    def backward(g, sa, sb):
+        if sa:
+            sa.give(unbroadcast(g, a.shape))
+        if sb:
+            sb.lend(unbroadcast(g, b.shape))
+
+    return record(T.add(a, b), (a, b), backward)
+
+
+def sub(a, b):
+    """a - b, broadcasting."""
+    a, b = lift(a), lift(b)
+
+    def backward(g, sa, sb):
+        if sb:
+            sb.give(T.scale(unbroadcast(g, b.shape), -1.0))
+        if sa:
+            sa.lend(unbroadcast(g, a.shape))
+
+    return record(T.sub(a, b), (a, b), backward)
+
+
+def mul(a, b):
+    """a * b, broadcasting."""
+    a, b = lift(a), lift(b)
+
+    def backward(g, sa, sb):
+        if sa:
+            sa.give(unbroadcast(T.mul(g, b), a.shape))
+        if sb:
+            sb.give(unbroadcast(T.mul(g, a), b.shape))
+
+    return record(T.mul(a, b), (a, b), backward)
+
+
+def div(a, b):
+    """a / b, broadcasting; d/da = 1/b, d/db = -a/b^2."""
+    a, b = lift(a), lift(b)
+
+    def backward(g, sa, sb):
+        da = T.div(g, b)
+        if sb:
+            sb.give(unbroadcast(T.scale(T.div(T.mul(da, a), b), -1.0), b.shape))
+        if sa:
+            sa.give(unbroadcast(da, a.shape))
+
+    return record(T.div(a, b), (a, b), backward)
+
+
+def neg(x):
+    """-x."""
+    return mul(x, -1.0)
+
+
+def matmul(a, b):
+    """a [..., m, k] @ b [..., k, n], batch axes broadcast; dA = dC B^T, dB = A^T dC."""
+    def product(sink, x, y, shape):
+        batch = (*T.broadcast("matmul", x.view(x.shape[:-2], x.strides[:-2]), y.view(y.shape[:-2], y.strides[:-2])),)
+        if batch == shape[:-2]:
+            sink.fill(lambda out, acc: T.matmul(x, y, out, acc))
+        else:
+            sink.give(unbroadcast(T.matmul(x, y), shape))
+
+    def backward(g, sa, sb):
+        g = T.packed(g)
+        if sa:
+            product(sa, g, T.transposed(b), a.shape)
+        if sb:
+            product(sb, T.transposed(a), g, b.shape)
+
+    return record(T.matmul(a, b), (a, b), backward)
+
+
+def unary(forward, backward_row):
+    """An elementwise function of one tensor as an operation, from its row and its backward's row."""
+    def operation(x):
+        return record(forward(x), (x,), lambda g, sink: sink.give(backward_row(g, x)))
+    operation.__name__, operation.__doc__ = forward.name, forward.doc
+    return operation
+
+
+silu = unary(T.silu, T.silu_backward)
+gelu = unary(T.gelu, T.gelu_backward)
+exp = unary(T.exp, T.exp_backward)
+
+
+def axes_of(x, axis, name):
+    """An axis argument (None, int or tuple) as a sorted tuple of non-negative axes."""
+    axes = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    for a in axes:
+        T.need(-x.ndim <= a < x.ndim, name, f"there is no axis {a} in", x)
+    return tuple(sorted({a % x.ndim for a in axes}))
+
+
+def sum(x, axis=None, keepdims=False):
+    """The sum over an axis, a tuple of axes, or all of them."""
+    axes = axes_of(x, axis, "sum")
+    kept = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
+    out = T.sum(x, axes)
+    out = out.view(kept) if keepdims else out
+    return record(out, (x,), lambda g, sink: sink.give(T.copy(T.expand(T.packed(g).view(kept), x.shape, "sum"))))
+
+
+def mean(x, axis=None, keepdims=False):
+    """The mean over an axis, a tuple of axes, or all of them."""
+    total = sum(x, axis, keepdims)
+    return mul(total, total.size/x.size)
+
+
+def softmax(x):
+    """Over the last axis."""
+    y = T.softmax(x)
+    return record(y, (x,), lambda g, sink: sink.give(T.softmax_backward(g, y)))
+
+
+def cross_entropy(logits, targets):
+    """The mean over targets >= 0 of logsumexp(row) - row[target]: logits [..., classes], targets i64 [...]."""
+    targets = lift(targets)
+    loss, dlogits = T.cross_entropy(logits, targets)
+    return record(loss, (logits, None), lambda g, sink, _: sink.give(T.scale(dlogits, g.item())))
+
+
+def reshape(x, *shape):
+    """The same elements in another shape, one of which may be -1; a copy only if x is not contiguous."""
+    shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if -1 in shape:
+        rest = math.prod(n for n in shape if n != -1)
+        shape = tuple(x.size//max(rest, 1) if n == -1 else n for n in shape)
+    T.need(math.prod(shape) == x.size, "reshape", f"cannot become {shape}", x)
+    return record(T.packed(x).view(shape), (x,), lambda g, sink: sink.give(T.packed(g).view(x.shape)))
+
+
+def transpose(x, *axes):
+    """The axes in another order, as a view; by default the last two swapped."""
+    axes = axes or (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
+    T.need(sorted(a % x.ndim for a in axes) == list(range(x.ndim)), "transpose", f"axes {axes} do not fit", x)
+    axes = tuple(a % x.ndim for a in axes)
+    out = x.view([x.shape[a] for a in axes], tuple(x.strides[a] for a in axes))
+
+    def backward(g, sink):
+        back = [axes.index(i) for i in range(x.ndim)]
+        sink.give(g.view([g.shape[a] for a in back], tuple(g.strides[a] for a in back)))
+
+    return record(out, (x,), backward)
+
+
+def slice(x, key):
+    """x[key] for integers, slices and ... : a view."""
+    out = sliced(x, key)
+
+    def backward(g, sink):
+        def write(out, acc):
+            T.accumulate(sliced(out if acc else T.fill(out, 0.0), key), g)
+        sink.fill(write)
+
+    return record(out, (x,), backward)
+
+
+def sliced(x, key):
+    """Basic indexing as a view, without the tape."""
+    key = key if isinstance(key, tuple) else (key,)
+    if Ellipsis in key:
+        at = key.index(Ellipsis)
+        key = key[:at] + (builtins.slice(None),)*(x.ndim - len(key) + 1) + key[at + 1:]
+    T.need(len(key) <= x.ndim, "slice", f"{len(key)} indices are too many for", x)
+    shape, strides, offset = [], [], x.offset
+    for n, stride, k in itertools.zip_longest(x.shape, x.strides, key, fillvalue=builtins.slice(None)):
+        if isinstance(k, builtins.slice):
+            start, stop, step = k.indices(n)
+            shape.append(len(range(start, stop, step)))
+            strides.append(stride*step)
+            offset += start*stride if shape[-1] else 0
+        else:
+            if not -n <= k < n:
+                raise IndexError(f"slice: index {k} is out of range for an axis of {n} in {x.shape}")
+            offset += k % n*stride
+    return x.view(shape, tuple(strides), offset)
+
+
+def repeat_kv(x, groups):
+    """[batch, seq, kv_heads, head_dim] -> [batch, seq, kv_heads*groups, head_dim], each head `groups` times."""
+    B, S, H, D = x.shape
+    wide = T.expand(x.view((B, S, H, 1, D), (*x.strides[:3], 0, x.strides[3])), (B, S, H, groups, D), "repeat_kv")
+
+    def backward(g, sink):
+        sink.give(T.sum(T.packed(g).view((B, S, H, groups, D)), (3,)))
+
+    return record(T.copy(wide).view((B, S, H*groups, D)), (x,), backward)
+
+
+def dropout(x, how):
+    """Dropout of x [batch, seq, dim] with a `Dropout`; None is the identity."""
+    if how is None or how.p == 0:
+        return x
+    return record(T.dropout(x, how), (x,), lambda g, sink: sink.give(T.dropout(g, how)))
+
+
+# ---- 4. Model -----------------------------------------------------------------------------------------
+
+def embed(tokens, w, order=None):
+    """w[tokens]; `order` is the stable argsort of the flattened tokens, computed here if not given."""
+    def backward(g, _, sink, __):
+        sorted_ids = T.argsort(tokens) if order is None else order
+
+        def write(out, acc):
+            T.embed_backward(g, tokens, sorted_ids, out if acc else T.fill(out, 0.0))
+        sink.fill(write)
+
+    return record(T.embed(tokens, w), (None, w, None), backward)
+
+
+def add_rmsnorm(x, residual, w, eps=1e-6):
+    """RMSNorm of x -> y; with a residual (total, y), where total = x + residual is what was normed."""
+    total, y, rstd = T.add_rmsnorm(x, residual, w, eps)
+    total = total.detach()
+
+    def backward(g, sx, sr, sw):
+        dtotal, dy = (None, g) if residual is None else g
+        dy = T.zeros(total.shape) if dy is None else dy
+        one = None if sx and sr else sx or sr
+
+        def run(out, acc, dw):
+            T.add_rmsnorm_backward(dy, dtotal, total, w, rstd, out, acc, dw)
+
+        def with_weight(dw):
+            if one:
+                one.fill(lambda out, acc: run(out, acc, dw))
+                return
+            both = T.empty(total.shape)
+            run(both, False, dw)
+            if sx:
+                sr.lend(both)
+                sx.give(both)
+
+        if sw:
+            sw.fill(lambda dw, acc: with_weight(dw if acc else T.fill(dw, 0.0)))
+        else:
+            with_weight(None)
+
+    return record(y if residual is None else (total, y), (x, residual, w), backward)
+
+
+def linear(x, w, residual=None, dropout=None):
+    """residual + dropout(x w^T): x [..., in], w [out, in]; dX = dY W, dW = dY^T X."""
+    how = dropout if dropout is not None and dropout.p > 0 else None
+
+    def backward(g, sx, sw, sr):
+        d = T.flat2(T.packed(T.dropout(g, how) if how else g))
+        if sw:
+            sw.fill(lambda out, acc: T.matmul(T.transposed(d), T.flat2(T.packed(x)), out, acc))
+        if sx:
+            sx.fill(lambda out, acc: T.matmul(d, w, T.flat2(out), acc))
+        if sr:
+            sr.give(g)
+
+    return record(T.linear(x, w, residual, how), (x, w, residual), backward)
+
+
+def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, eps=1e-6):
+    """Head-wise RMSNorm (if weights are given) and RoPE of one fused projection -> q, k, v, slices of one tensor."""
+    out, rstd = T.qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight, k_weight, eps)
+    cuts = (0, heads, heads + kv_heads, heads + 2*kv_heads)
+    q, k, v = (sliced(out, (..., builtins.slice(a, b), builtins.slice(None))) for a, b in zip(cuts, cuts[1:]))
+    shape = out.shape
+
+    def backward(g, sink, sq, sk):
+        fused = g[0].view(shape, T.contiguous_strides(shape), 0)   # dq, dk, dv are slices of one tensor too
+        zero = [T.zeros(w.shape) if w is not None else None for w in (q_weight, k_weight)]
+        T.qk_norm_rope_backward(fused, qkv, cos, sin, heads, kv_heads, q_weight, k_weight, rstd, *zero)
+        for s, d in zip((sq, sk), zero):
+            if s:
+                s.give(d)
+        if sink:
+            sink.give(fused.view(qkv.shape))
+
+    return record((q, k, v), (qkv, q_weight, k_weight), backward)
+
+
+def attention(q, k, v, flash=True, scale=None):
+    """Causal attention of q [B, Sq, heads, head_dim] over k, v [B, Sk, kv_heads, head_dim], like q.
+
+    flash: in tiles, nothing of size Sq x Sk is kept.  Otherwise composed of products and a softmax:
+    the readable reference, and the oracle of the tests.
+    """
+    scale = q.shape[-1]**-0.5 if scale is None else scale
+    if not flash:
+        return composed_attention(q, k, v, scale)
+    out, lse = T.attention(q, k, v, scale)
+
+    def backward(g, *sinks):
+        rooms = [s.room() if s else T.empty(t.shape) for s, t in zip(sinks, (q, k, v))]
+        T.attention_backward(g, q, k, v, out, lse, scale, *rooms)
+        for s, d in zip(sinks, rooms):
+            if s:
+                s.give(d)
+
+    return record(out, (q, k, v), backward)
+
+
+def composed_attention(q, k, v, scale):
+    """softmax(scale q k^T + causal mask) v from primitives, with the KV heads repeated."""
+    T.need(q.ndim == k.ndim == v.ndim == 4 and q.shape[2] % k.shape[2] == 0 and k.shape == v.shape
+           and k.shape[1] >= q.shape[1], "attention", "heads, keys or values do not fit", q, k, v)
+    groups, (Sq, Sk) = q.shape[2]//k.shape[2], (q.shape[1], k.shape[1])
+    q, k, v = (transpose(t, 0, 2, 1, 3) for t in (q, repeat_kv(k, groups), repeat_kv(v, groups)))
+    future = np.triu(np.full((Sq, Sk), -np.inf, np.float32), Sk - Sq + 1)
+    weights = softmax(add(mul(matmul(q, transpose(k)), scale), T.tensor(future)))
+    return transpose(matmul(weights, v), 0, 2, 1, 3)
+
+
+def gate_up_swiglu(x, w):
+    """silu(x gate^T) * (x up^T) for w [2*ffn, in] = gate rows, then up rows."""
+    h, gu = T.gate_up_swiglu(x, w)
+
+    def backward(g, sx, sw):
+        d = T.flat2(T.swiglu_backward(g, gu))
+        if sw:
+            sw.fill(lambda out, acc: T.matmul(T.transposed(d), T.flat2(T.packed(x)), out, acc))
+        if sx:
+            sx.fill(lambda out, acc: T.matmul(d, w, T.flat2(out), acc))
+
+    return record(h, (x, w), backward)
+
+
+def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
+    """Cross-entropy of x [..., dim] under the head w [vocab, dim]; the logits never exist as a whole.
+
+    The sum over targets >= 0, divided by `denominator` (by default their number).  The backward
+    computes each chunk of logits again; with `now` the gradients are computed along with the loss, which
+    saves that product but is only right if backward() follows, from exactly this loss: `Step` does.
+    """
+    vocab = w.shape[0] if vocab is None else vocab
+    if denominator is None:
+        denominator = max(1, int((targets.array() >= 0).sum()))
+    x2, flat = T.flat2(T.packed(x)), targets.view((targets.size,))
+
+    def gradients(weight, sx, sw):
+        def with_weight(dw, acc):
+            def run(dx, acc_x):
+                pair = None if dx is None else (T.flat2(dx), acc_x)
+                losses.append(T.head_loss(x2, w, flat, denominator, vocab, weight, pair, None if dw is None else (dw, acc)))
+            sx.fill(run) if sx else run(None, False)
+        losses = []
+        sw.fill(with_weight) if sw else with_weight(None, False)
+        return losses[0]
+
+    if now and _recording:
+        ahead = x.detach()
+        loss = gradients(1.0, Sink(ahead) if tracked(x) else None, Sink(w) if tracked(w) else None)
+        return record(loss, (x, w), lambda g, sx, sw: sx and sx.give(ahead.grad))
+    loss = T.head_loss(x2, w, flat, denominator, vocab)
+    return record(loss, (x, w), lambda g, sx, sw: gradients(g.item(), sx, sw))
+
+
+# ---- 5. Operators -------------------------------------------------------------------------------------
+
+def attach():
+    """Give `Tensor` its operators and methods: they live here because they record."""
+    Tensor.__add__, Tensor.__radd__ = add, lambda a, b: add(b, a)
+    Tensor.__sub__, Tensor.__rsub__ = sub, lambda a, b: sub(b, a)
+    Tensor.__mul__, Tensor.__rmul__ = mul, lambda a, b: mul(b, a)
+    Tensor.__truediv__, Tensor.__rtruediv__ = div, lambda a, b: div(b, a)
+    Tensor.__neg__, Tensor.__matmul__, Tensor.__getitem__ = neg, matmul, slice
+    for operation in (backward, sum, mean, reshape, transpose, softmax, exp, silu, gelu, matmul):
+        setattr(Tensor, operation.__name__, operation)
+
+
+attach()

@@ -1,0 +1,1853 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+# cython: initializedcheck=False, freethreading_compatible=False
+"""fast_cpu: every CPU kernel of xtrain, written once and compiled once per instruction set.
+
+How it reads, top to bottom:
+
+1. Vectors and team    the few lines of C that name vector types, threads, scratch
+2. Buffer pool         memory that a training step recycles without page faults
+3. exp and friends     one exponential for softmax, SiLU, GELU and the loss
+4. Elementwise         strided copies, broadcasting arithmetic, activations, casts
+5. Philox              counter-based random words, the dropout masks
+6. Matrix products     packed panels, register tiles, epilogues in the store
+7. Row operations      norms, RoPE, softmax, SwiGLU, the loss, embeddings
+8. Attention           tiles of queries and keys with an online softmax
+9. Optimizer           sums of squares and AdamW over the flat parameter buffer
+
+Conventions.  The functions that Python calls take plain integer addresses (a memoryview costs 240 ns a
+call, an address 10) and sizes in elements; every pointer is to contiguous fp32 unless the docstring
+says otherwise, and nothing here checks shapes: `tensor.py` does.  One call opens at most one parallel
+region.  Work is cut by shape alone and every sum has a fixed order, so a result has the same bits for
+any number of threads.  Kernels are `noexcept nogil`; constants are written `<float>1.5`, because a
+bare one would promote the arithmetic to double.
+"""
+from cython.parallel cimport parallel, prange, threadid
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.math cimport sqrt, sqrtf
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+
+
+# ---- 1. Vectors and team ----------------------------------------------------------------------
+# GCC's and clang's vector extension: Cython takes `vf` for a float, so `a*b + c` passes straight
+# through to C, where it is VL floats wide.  MR x NR is the register tile of the matrix product:
+# MR*NV accumulators, NV vectors of B and one broadcast of A must fit in the register file
+# (AVX-512: 28 + 2 + 1 of 32; AVX2 and SSE2: 12 + 2 + 1 of 16; NEON: 24 + 3 + 1 of 32).
+
+cdef extern from *:
+    """
+    #include <stdlib.h>
+    #if defined(_WIN32)
+    #error "xtrain builds on Linux and macOS (on Windows: inside WSL)"
+    #endif
+    #include <sys/mman.h>
+    #if defined(__AVX512F__)
+    enum { VL = 16, MR = 14, NV = 2 };
+    #define LANES(F, s) F(s,0),F(s,1),F(s,2),F(s,3),F(s,4),F(s,5),F(s,6),F(s,7), \
+        F(s,8),F(s,9),F(s,10),F(s,11),F(s,12),F(s,13),F(s,14),F(s,15)
+    #elif defined(__AVX2__)
+    enum { VL = 8, MR = 6, NV = 2 };
+    #define LANES(F, s) F(s,0),F(s,1),F(s,2),F(s,3),F(s,4),F(s,5),F(s,6),F(s,7)
+    #else
+    #if defined(__aarch64__)
+    enum { VL = 4, MR = 8, NV = 3 };
+    #else
+    enum { VL = 4, MR = 6, NV = 2 };
+    #endif
+    #define LANES(F, s) F(s,0),F(s,1),F(s,2),F(s,3)
+    #endif
+    enum { NR = NV * VL };
+    typedef float vf __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+    typedef int vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+    typedef unsigned u32a __attribute__((may_alias));
+    #define VZERO ((vf){0})
+    /* lane-wise a > b ? a : b (b where either is NaN) */
+    static inline vf vmax(vf a, vf b) { vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
+    static inline int f2i(float x) { int i; __builtin_memcpy(&i, &x, 4); return i; }
+    static inline float i2f(int i) { float x; __builtin_memcpy(&x, &i, 4); return x; }
+    /* VL x VL transpose of 32-bit words: butterflies of distance 1, 2, 4, 8; rows ls, ld floats apart */
+    #define LOW(s, t) (((t) & (s)) ? (t) - (s) + VL : (t))
+    #define HIGH(s, t) (((t) & (s)) ? (t) + VL : (t) + (s))
+    #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+    #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+    #else
+    #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+    #endif
+    #define BUTTERFLY(s) for (int i = 0; i < VL; i++) if (!(i & s)) { vi a = r[i], b = r[i + s]; \
+        r[i] = SHUFFLE(a, b, LANES(LOW, s)); \
+        r[i + s] = SHUFFLE(a, b, LANES(HIGH, s)); }
+    static inline void transpose_tile(const float* src, Py_ssize_t ls, float* dst, Py_ssize_t ld) {
+        vi r[VL];
+        for (int i = 0; i < VL; i++) r[i] = *(const vi*)(src + i * ls);
+        BUTTERFLY(1) BUTTERFLY(2)
+    #if defined(__AVX2__)
+        BUTTERFLY(4)
+    #endif
+    #if defined(__AVX512F__)
+        BUTTERFLY(8)
+    #endif
+        for (int i = 0; i < VL; i++) *(vi*)(dst + i * ld) = r[i];
+    }
+    #if defined(_OPENMP)
+    enum { WITH_OPENMP = 1 };
+    #else
+    enum { WITH_OPENMP = 0 };
+    #endif
+    #if defined(MADV_HUGEPAGE)
+    #define huge_pages(p, n) madvise(p, n, MADV_HUGEPAGE)
+    #else
+    #define huge_pages(p, n) 0
+    #endif
+    #define fmaf1(a, b, c) __builtin_fmaf(a, b, c)      /* one rounding, spelled out */
+    """
+    enum: VL, MR, NV, NR, WITH_OPENMP
+    ctypedef float vf
+    ctypedef int vi
+    ctypedef uint32_t u32a
+    const vf VZERO
+    vf vmax(vf, vf) noexcept nogil
+    int f2i(float) noexcept nogil
+    float i2f(int) noexcept nogil
+    float fmaf1(float, float, float) noexcept nogil
+    void transpose_tile(const float*, Py_ssize_t, float*, Py_ssize_t) noexcept nogil
+    int huge_pages(void*, size_t) noexcept nogil
+
+cdef extern from "sys/mman.h" nogil:
+    void* mmap(void*, size_t, int, int, int, long)
+    int munmap(void*, size_t)
+    int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS
+    void* MAP_FAILED
+
+ctypedef Py_ssize_t idx
+
+# A parallel region costs about 1 us while the team spins; below this many elements one thread is faster.
+cdef enum: SERIAL_BELOW = 16384
+cdef int THREADS = 1
+
+
+def set_threads(int n):
+    """Use n threads (>= 1) from the next call on; results do not depend on it."""
+    global THREADS
+    THREADS = n if n > 0 else 1
+
+
+def get_threads():
+    """The size of the thread team."""
+    return THREADS
+
+
+def info():
+    """What this build is: vector lanes, register tile, whether OpenMP is in."""
+    return {"lanes": VL, "tile": (MR, NR), "openmp": bool(WITH_OPENMP)}
+
+
+cdef inline int team(idx elements) noexcept nogil:
+    """How many threads a call over so many elements gets."""
+    return 1 if elements < SERIAL_BELOW else THREADS
+
+
+def empty_region(idx repeats):
+    """Open and close `repeats` empty parallel regions on the whole team: the price of one, when timed."""
+    cdef idx i
+    cdef uint8_t seen[64]
+    for i in range(repeats):
+        with nogil, parallel(num_threads=THREADS):
+            seen[threadid() % 64] = 1       # something, so that the region is not compiled away
+
+
+cdef inline idx least(idx a, idx b) noexcept nogil:
+    return a if a < b else b
+
+
+cdef inline idx most(idx a, idx b) noexcept nogil:
+    return a if a > b else b
+
+
+# ---- 2. Buffer pool -----------------------------------------------------------------------------
+# A step repeats its shapes, so a dropped buffer waits in a reserve for the next request of exactly its
+# size: after two steps no request reaches the operating system, and no page is faulted in (writing
+# fresh 4 KB pages runs at 2 GB/s, recycled ones at 25).  Small buffers are cut from 16 MB blocks, larger
+# ones get a block each; blocks start at 2 MB and ask for huge pages.
+
+cdef enum:
+    ALIGN = 64                      # a cache line, and the widest vector
+    HUGE = 1 << 21                  # one huge page
+    BLOCK = 1 << 24                 # small buffers are cut from blocks of this size
+    OWN_BLOCK = 1 << 22             # from here up a buffer has its own block
+
+cdef dict RESERVE = {}              # nbytes -> [(address, block), ...], free to be handed out again
+cdef Block CURRENT = None           # the block that small buffers are cut from now
+cdef dict POOL = {"reserved": 0, "used": 0, "peak": 0, "blocks": 0}
+
+
+cdef class Block:
+    """One mapping of the operating system, `size` bytes from a 2 MB boundary."""
+    cdef size_t address, size, cut
+    cdef idx live                   # buffers of it that are in use
+
+    def __cinit__(self, size_t size):
+        cdef size_t head
+        cdef void* p = mmap(NULL, size + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+        if p == MAP_FAILED:
+            raise MemoryError(f"the operating system refused {size:,} bytes ({POOL['used']:,} are in use)")
+        head = (HUGE - <size_t>p % HUGE) % HUGE         # give back what lies outside the aligned part
+        if head:
+            munmap(p, head)
+        if HUGE - head:
+            munmap(<char*>p + head + size, HUGE - head)
+        self.address, self.size = <size_t>p + head, size
+        huge_pages(<void*>self.address, size // HUGE * HUGE)
+        POOL["reserved"] += size
+        POOL["blocks"] += 1
+
+    def __dealloc__(self):
+        if self.address:
+            munmap(<void*>self.address, self.size)
+            POOL["reserved"] -= self.size
+            POOL["blocks"] -= 1
+
+
+cdef class Buffer:
+    """`nbytes` of 64-byte-aligned memory from the pool (contents undefined), given back when dropped."""
+    cdef readonly size_t address, nbytes
+    cdef size_t room
+    cdef Block block
+
+    def __cinit__(self, size_t nbytes):
+        global CURRENT
+        cdef list waiting
+        cdef size_t room = (nbytes + ALIGN - 1) // ALIGN * ALIGN
+        if room == 0:
+            room = ALIGN
+        waiting = RESERVE.get(room)
+        if waiting:
+            self.address, self.block = waiting.pop()
+        elif room >= OWN_BLOCK:
+            self.block = Block((room + 4095) // 4096 * 4096)
+            self.address = self.block.address
+        else:
+            if CURRENT is None or CURRENT.cut + room > CURRENT.size:
+                CURRENT = Block(BLOCK)
+            self.block = CURRENT
+            self.address = CURRENT.address + CURRENT.cut
+            CURRENT.cut += room
+        self.nbytes, self.room = nbytes, room
+        self.block.live += 1
+        POOL["used"] += room
+        if POOL["used"] > POOL["peak"]:
+            POOL["peak"] = POOL["used"]
+
+    def __dealloc__(self):
+        if self.block is not None and RESERVE is not None:
+            self.block.live -= 1
+            RESERVE.setdefault(self.room, []).append((self.address, self.block))
+            POOL["used"] -= self.room
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        PyBuffer_FillInfo(view, self, <void*>self.address, self.nbytes, 0, flags)
+
+
+def pool_trim():
+    """Give blocks with no buffer in use back to the operating system (between phases of a program)."""
+    global CURRENT
+    if CURRENT is not None and CURRENT.live == 0:
+        CURRENT = None
+    for room in list(RESERVE):
+        RESERVE[room] = [(a, b) for a, b in RESERVE[room] if (<Block>b).live]
+        if not RESERVE[room]:
+            del RESERVE[room]
+
+
+def pool_stats(bint reset_peak=False):
+    """{"reserved", "used", "peak": bytes, "blocks": count}; reserved is what the system handed out."""
+    stats = dict(POOL)
+    if reset_peak:
+        POOL["peak"] = POOL["used"]
+    return stats
+
+
+# ---- 3. exp and friends --------------------------------------------------------------------------
+# Scalar, branch-free, without state: every loop over these is vectorised by the compiler.
+
+cdef inline float fexp(float x) noexcept nogil:
+    """e^x to 2 ulp on [-87.3, 88.7]; 0 below, inf above, NaN kept.
+
+    Cephes: x = n ln2 + r with ln2 in two constants so that n*ln2 is exact, a polynomial of degree 6 for
+    e^r on |r| <= ln2/2, and 2^n by exponent bits, in two factors since 2^128 alone would overflow.
+    Below -87.336 the result would be denormal (an assist of 150 cycles on some machines): flushed to 0.
+    """
+    cdef float low = <float>-87.336, high = <float>89.0
+    cdef float c, t, n, r, p
+    cdef int k, half
+    c = low if x < low else x
+    c = high if c > high else c
+    t = c*<float>1.44269504088896341 + <float>12582912.0    # 1.5 * 2^23: rounds to an integer in the low bits
+    n = t - <float>12582912.0
+    r = c - n*<float>0.693359375
+    r = r - n*<float>-2.12194440e-4
+    p = <float>1.9875691500e-4
+    p = p*r + <float>1.3981999507e-3
+    p = p*r + <float>8.3334519073e-3
+    p = p*r + <float>4.1665795894e-2
+    p = p*r + <float>1.6666665459e-1
+    p = p*r + <float>5.0000001201e-1
+    p = p*(r*r) + r + <float>1.0
+    k = f2i(t) - 0x4b400000
+    half = k >> 1
+    p = p*i2f((half + 127) << 23)*i2f((k - half + 127) << 23)
+    return <float>0.0 if x < low else p
+
+
+cdef inline float sigmoid(float x) noexcept nogil:
+    return <float>1.0/(<float>1.0 + fexp(-x))
+
+
+# ---- 4. Elementwise ------------------------------------------------------------------------------
+# One idiom throughout: a flat array is cut into parts of PART elements, a table into groups of
+# grain(cols) rows, and the team takes them from a common counter.  The kernels are scalar loops that
+# carry nothing from one element to the next, so the compiler turns them into vectors.
+
+cpdef enum:                         # the `kind` of binary(), then of unary(); Python sees these too
+    ADD, SUB, MUL, DIV
+    SILU, GELU, EXP
+
+cdef enum:
+    PART = 8192                     # elements a thread takes at a time: 32 KB, inside L1 or close to it
+    PIECE = 2048                    # longest run of a strided walk: two pieces fit on a thread's stack
+    AXES = 8                        # most axes of a strided walk
+
+
+cdef inline idx parts(idx n, idx size) noexcept nogil:
+    """How many parts of `size` cover n elements."""
+    return (n + size - 1)//size
+
+
+cdef inline idx extent(idx t, idx n) noexcept nogil:
+    """The length of part t of n elements: PART, the last one shorter."""
+    return least(PART, n - t*PART)
+
+
+cdef inline idx grain(idx cols) noexcept nogil:
+    """How many rows of `cols` elements a thread takes at a time: about PART elements, at least a row."""
+    return most(1, PART//most(1, cols))
+
+
+# Strided walks.  A walk runs over two operands in step: lines of `inner` elements, cut into pieces.
+
+cdef struct Walk:
+    idx lines, inner, pieces        # lines*pieces tasks
+    idx a_step, b_step              # strides inside a line
+    int axes                        # the axes around the lines, outermost first:
+    idx shape[AXES]
+    idx a[AXES]
+    idx b[AXES]
+
+
+cdef Walk plan(int ndim, size_t shape, size_t a_strides, size_t b_strides) noexcept nogil:
+    """Drop axes of size 1 and merge neighbours that both operands cross evenly; the last is the line.
+
+    Dense operands of any rank become one line that way, and x[B, S, H, :] of a wider row becomes two axes.
+    """
+    cdef const int64_t* n = <const int64_t*>shape
+    cdef const int64_t* a = <const int64_t*>a_strides
+    cdef const int64_t* b = <const int64_t*>b_strides
+    cdef Walk w
+    cdef int i, k = 0               # k axes kept so far
+    for i in range(ndim):
+        if n[i] == 1:
+            continue
+        if k > 0 and w.a[k - 1] == a[i]*n[i] and w.b[k - 1] == b[i]*n[i]:
+            w.shape[k - 1] *= n[i]
+        else:
+            w.shape[k] = n[i]
+            k += 1
+        w.a[k - 1], w.b[k - 1] = a[i], b[i]
+    if k == 0:                      # a single element is a line of one
+        w.shape[0], w.a[0], w.b[0], k = 1, 1, 1, 1
+    w.axes, w.inner, w.a_step, w.b_step = k - 1, w.shape[k - 1], w.a[k - 1], w.b[k - 1]
+    w.pieces, w.lines = parts(w.inner, PIECE), 1
+    for i in range(k - 1):
+        w.lines *= w.shape[i]
+    return w
+
+
+cdef inline idx locate(const Walk* w, idx t, idx* a, idx* b, idx* c) noexcept nogil:
+    """Offsets of task t in both operands and in a dense result; returns its length."""
+    cdef idx line = t, start = 0, i
+    cdef int k
+    if w.pieces > 1:                # divisions cost as much as copying a short line: none without need
+        line, start = t//w.pieces, t%w.pieces*PIECE
+    c[0] = line*w.inner + start
+    a[0], b[0] = start*w.a_step, start*w.b_step
+    for k in range(w.axes - 1, 0, -1):
+        i, line = line%w.shape[k], line//w.shape[k]
+        a[0] += i*w.a[k]
+        b[0] += i*w.b[k]
+    a[0] += line*w.a[0]             # what is left counts along the outermost axis
+    b[0] += line*w.b[0]
+    return least(PIECE, w.inner - start)
+
+
+ctypedef fused item:
+    uint8_t
+    uint16_t
+    uint32_t
+    uint64_t
+
+
+cdef void copy_piece(const item* src, item* dst, const Walk* w, idx t) noexcept nogil:
+    """Task t of a strided copy."""
+    cdef idx a, b, c, i, n = locate(w, t, &a, &b, &c)
+    cdef idx a_step = w.a_step, b_step = w.b_step
+    src += a
+    dst += b
+    if a_step == 1 and b_step == 1:
+        memcpy(dst, src, n*sizeof(item))
+    else:
+        for i in range(n):
+            dst[i*b_step] = src[i*a_step]
+
+
+def copy_strided(size_t src, size_t dst, int ndim, size_t shape, size_t src_strides,
+                 size_t dst_strides, int itemsize):
+    """dst[...] = src[...] for items of 1, 2, 4 or 8 bytes; shape and strides (in items) are int64."""
+    cdef Walk w = plan(ndim, shape, src_strides, dst_strides)
+    cdef idx t
+    for t in prange(w.lines*w.pieces, nogil=True, schedule='dynamic', chunksize=grain(w.inner),
+                    num_threads=team(w.lines*w.inner)):
+        if itemsize == 1:
+            copy_piece(<const uint8_t*>src, <uint8_t*>dst, &w, t)
+        elif itemsize == 2:
+            copy_piece(<const uint16_t*>src, <uint16_t*>dst, &w, t)
+        elif itemsize == 4:
+            copy_piece(<const uint32_t*>src, <uint32_t*>dst, &w, t)
+        else:
+            copy_piece(<const uint64_t*>src, <uint64_t*>dst, &w, t)
+
+
+cdef inline const float* dense(const float* x, idx step, float* room, idx n) noexcept nogil:
+    """n elements of x side by side: x itself, or a copy in `room` where they are strided or repeated."""
+    cdef idx i
+    if step == 1:
+        return x
+    if step == 0:
+        fill_part(x[0], room, n)
+    else:
+        for i in range(n):
+            room[i] = x[i*step]
+    return room
+
+
+cdef void binary_piece(int kind, const float* a, const float* b, float* c, const Walk* w,
+                       idx t) noexcept nogil:
+    """Task t of c = a (kind) b."""
+    cdef float a_room[PIECE]
+    cdef float b_room[PIECE]
+    cdef idx i, ia, ib, ic, n = locate(w, t, &ia, &ib, &ic)
+    a, b = dense(a + ia, w.a_step, a_room, n), dense(b + ib, w.b_step, b_room, n)
+    c += ic
+    if kind == ADD:
+        for i in range(n):
+            c[i] = a[i] + b[i]
+    elif kind == SUB:
+        for i in range(n):
+            c[i] = a[i] - b[i]
+    elif kind == MUL:
+        for i in range(n):
+            c[i] = a[i]*b[i]
+    elif kind == DIV:
+        for i in range(n):
+            c[i] = a[i]/b[i]
+
+
+def binary(int kind, size_t a, size_t b, size_t c, int ndim, size_t shape, size_t a_strides,
+           size_t b_strides):
+    """c = a (ADD, SUB, MUL or DIV) b, c dense; int64 shape and strides, stride 0 broadcasts an axis."""
+    cdef Walk w = plan(ndim, shape, a_strides, b_strides)
+    cdef idx t
+    for t in prange(w.lines*w.pieces, nogil=True, schedule='dynamic', chunksize=grain(w.inner),
+                    num_threads=team(w.lines*w.inner)):
+        binary_piece(kind, <const float*>a, <const float*>b, <float*>c, &w, t)
+
+
+cdef void axpy_part(float alpha, const float* x, float* y, idx n) noexcept nogil:
+    cdef idx i
+    for i in range(n):
+        y[i] = y[i] + alpha*x[i]
+
+
+def axpy(float alpha, size_t x, size_t y, idx n):
+    """y += alpha*x."""
+    cdef idx t
+    for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
+        axpy_part(alpha, <const float*>x + t*PART, <float*>y + t*PART, extent(t, n))
+
+
+cdef void scale_part(float alpha, const float* x, float* y, idx n) noexcept nogil:
+    cdef idx i
+    for i in range(n):
+        y[i] = alpha*x[i]
+
+
+def scale(float alpha, size_t x, size_t y, idx n):
+    """y = alpha*x; y may be x."""
+    cdef idx t
+    for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
+        scale_part(alpha, <const float*>x + t*PART, <float*>y + t*PART, extent(t, n))
+
+
+cdef void fill_part(float value, float* x, idx n) noexcept nogil:
+    cdef idx i
+    for i in range(n):
+        x[i] = value
+
+
+def fill(size_t x, float value, idx n):
+    """x = value everywhere."""
+    cdef idx t
+    for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
+        fill_part(value, <float*>x + t*PART, extent(t, n))
+
+
+# Activations, s the sigmoid.  A new one is a function, its slope, and a branch in each dispatcher.
+#   silu(x) = x s(x)                            silu' = s(x) (1 + x (1 - s(x)))
+#   gelu(x) = x/2 (1 + tanh z) = x s(2z)        gelu' = s(2z) (1 + x (1 - s(2z)) 2z')
+#   with 2z = x (P + Q x^2) and 2z' = P + 3 Q x^2, where P = 2 sqrt(2/pi) and Q = 0.044715 P
+
+cdef inline float silu(float x) noexcept nogil:
+    return x*sigmoid(x)
+
+
+cdef inline float silu_slope(float x) noexcept nogil:
+    cdef float s = sigmoid(x)
+    return s*(<float>1.0 + x*(<float>1.0 - s))
+
+
+cdef inline float gelu(float x) noexcept nogil:
+    return x*sigmoid(x*(<float>1.5957691216057308 + <float>0.0713548162726009*x*x))
+
+
+cdef inline float gelu_slope(float x) noexcept nogil:
+    cdef float square = <float>0.0713548162726009*x*x
+    cdef float s = sigmoid(x*(<float>1.5957691216057308 + square))
+    return s*(<float>1.0 + x*(<float>1.0 - s)*(<float>1.5957691216057308 + <float>3.0*square))
+
+
+cdef void unary_part(int kind, const float* x, float* y, idx n) noexcept nogil:
+    """y = f(x)."""
+    cdef idx i
+    if kind == SILU:
+        for i in range(n):
+            y[i] = silu(x[i])
+    elif kind == GELU:
+        for i in range(n):
+            y[i] = gelu(x[i])
+    elif kind == EXP:
+        for i in range(n):
+            y[i] = fexp(x[i])
+
+
+cdef void unary_backward_part(int kind, const float* x, const float* dy, float* dx, idx n) noexcept nogil:
+    """dx = dy f'(x)."""
+    cdef idx i
+    if kind == SILU:
+        for i in range(n):
+            dx[i] = dy[i]*silu_slope(x[i])
+    elif kind == GELU:
+        for i in range(n):
+            dx[i] = dy[i]*gelu_slope(x[i])
+    elif kind == EXP:
+        for i in range(n):
+            dx[i] = dy[i]*fexp(x[i])
+
+
+def unary(int kind, size_t x, size_t y, idx n):
+    """y = f(x) for f one of SILU, GELU (the tanh form of GPT-2), EXP; y may be x."""
+    cdef idx t
+    for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
+        unary_part(kind, <const float*>x + t*PART, <float*>y + t*PART, extent(t, n))
+
+
+def unary_backward(int kind, size_t x, size_t dy, size_t dx, idx n):
+    """dx = dy f'(x), everything recomputed from x; dx may be dy."""
+    cdef idx t
+    for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
+        unary_backward_part(kind, <const float*>x + t*PART, <const float*>dy + t*PART,
+                            <float*>dx + t*PART, extent(t, n))
+
+
+# bf16 is the upper half of an fp32.  Whole numbers only, so all builds (and a GPU) agree to the bit.
+
+cdef inline uint16_t to_bf16(uint32_t u) noexcept nogil:
+    """The bits of the nearest bf16, ties to even; a NaN keeps its upper half and is made quiet.
+
+    Adding 0x7fff, or 0x8000 where the kept half is odd, carries into it exactly when it must round up;
+    a NaN would be carried to infinity or zero, so it goes another way.
+    """
+    cdef uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16
+    cdef uint32_t quiet = (u >> 16) | 0x40
+    return <uint16_t>(quiet if (u & 0x7fffffff) > 0x7f800000 else rounded)
+
+
+cdef void cast_bf16_part(const u32a* x, uint16_t* y, idx n) noexcept nogil:
+    cdef idx i
+    for i in range(n):
+        y[i] = to_bf16(x[i])
+
+
+def cast_bf16(size_t x, size_t y, idx n):
+    """y (bf16 bits) = x (fp32), rounded to nearest even."""
+    cdef idx t
+    for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
+        cast_bf16_part(<const u32a*>x + t*PART, <uint16_t*>y + t*PART, extent(t, n))
+
+
+cdef void cast_f32_part(const uint16_t* x, u32a* y, idx n) noexcept nogil:
+    cdef idx i
+    for i in range(n):
+        y[i] = <uint32_t>x[i] << 16
+
+
+def cast_f32(size_t x, size_t y, idx n):
+    """y (fp32) = x (bf16 bits), exactly."""
+    cdef idx t
+    for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
+        cast_f32_part(<const uint16_t*>x + t*PART, <u32a*>y + t*PART, extent(t, n))
+
+
+# ---- 5. Philox -----------------------------------------------------------------------------------
+# Philox4x32-10 (Salmon et al., SC11): ten rounds of two 32x32 -> 64 bit products turn (key, counter)
+# into four random words, with no state: any word of any mask can be drawn alone, by anyone.  The counter
+# of a dropout mask is (sequence in the whole run, 64 bit; site; element/4), the word is element % 4,
+# where an element is position*dim + channel.  Batch shape, micro-step, rank and thread never enter.
+
+cdef enum:
+    DRAW = 1024                     # elements per batch of random words (4 KB on the stack)
+    SPREAD = 4096                   # elements per task of a mask; whole quads
+
+
+cdef inline uint32_t high(uint32_t a, uint32_t b) noexcept nogil:
+    """The upper half of the 64-bit product; gcc and clang have a vector form for exactly this."""
+    return <uint32_t>((<uint64_t>a*b) >> 32)
+
+
+cdef inline void philox_block(uint64_t key, uint64_t sequence, uint32_t site, uint32_t quad,
+                              uint32_t* w) noexcept nogil:
+    """Four words for counter (low and high of sequence, site, quad); key words low, high of key."""
+    cdef uint32_t m0 = 0xD2511F53, m1 = 0xCD9E8D57
+    cdef uint32_t k0 = <uint32_t>key, k1 = <uint32_t>(key >> 32)
+    cdef uint32_t c0 = <uint32_t>sequence, c1 = <uint32_t>(sequence >> 32), c2 = site, c3 = quad
+    cdef int r
+    for r in range(10):
+        c0, c1, c2, c3 = high(m1, c2) ^ c1 ^ k0, m1*c2, high(m0, c0) ^ c3 ^ k1, m0*c0
+        k0 += <uint32_t>0x9E3779B9                  # the golden ratio and sqrt(3) - 1, as 0.32 fractions
+        k1 += <uint32_t>0xBB67AE85
+    w[0], w[1], w[2], w[3] = c0, c1, c2, c3
+
+
+cdef void philox_words(uint64_t key, uint64_t sequence, uint32_t site, uint32_t quad, idx n,
+                       uint32_t* w) noexcept nogil:
+    """n blocks for quad, quad + 1, ...: independent, so that the compiler computes a vector of them."""
+    cdef idx i
+    for i in range(n):
+        philox_block(key, sequence, site, quad + <uint32_t>i, w + 4*i)
+
+
+def philox(uint64_t key, uint64_t sequence, uint32_t site, uint32_t quad, idx n, size_t out):
+    """n blocks of four uint32 words with counters (sequence low, sequence high, site, quad + 0 .. n-1)."""
+    cdef idx t, step = PART//4
+    for t in prange(parts(n, step), nogil=True, schedule='dynamic', num_threads=team(4*n)):
+        philox_words(key, sequence, site, quad + <uint32_t>(t*step), least(step, n - t*step),
+                     <uint32_t*>out + 4*t*step)
+
+
+cdef void dropout_row(float* x, idx n, idx first, uint64_t key, uint64_t sequence, uint32_t site,
+                      uint32_t threshold, float scale) noexcept nogil:
+    """x[i] = x[i]*scale if the word of element first + i is >= threshold, else 0 (i in 0..n)."""
+    cdef uint32_t words[DRAW]
+    cdef uint32_t* w
+    cdef idx i, count
+    while n > 0:
+        count = least(n, DRAW - first%4)            # the batch starts at a whole quad
+        philox_words(key, sequence, site, <uint32_t>(first//4), parts(first%4 + count, 4), words)
+        w = words + first%4
+        for i in range(count):
+            x[i] = x[i]*scale if w[i] >= threshold else <float>0.0
+        x += count
+        first += count
+        n -= count
+
+
+cdef void mask_row(uint8_t* out, idx n, idx first, uint64_t key, uint64_t sequence, uint32_t site,
+                   uint32_t threshold) noexcept nogil:
+    """The same decisions as bytes 1 and 0: dropout of a row of ones."""
+    cdef float ones[DRAW]
+    cdef idx i, j = 0, count
+    while j < n:
+        count = least(DRAW, n - j)
+        fill_part(<float>1.0, ones, count)
+        dropout_row(ones, count, first + j, key, sequence, site, threshold, <float>1.0)
+        for i in range(count):
+            out[j + i] = ones[i] > <float>0.0
+        j += count
+
+
+def philox_mask(size_t out, idx sequences, uint64_t first_sequence, idx seq, idx dim, uint32_t site,
+                uint64_t key, uint32_t threshold):
+    """out [sequences, seq, dim] (bytes): 1 where dropout keeps the element."""
+    cdef idx t, b, j, n = seq*dim, tasks = parts(n, SPREAD)
+    for t in prange(sequences*tasks, nogil=True, schedule='dynamic', num_threads=team(sequences*n)):
+        b, j = t//tasks, t%tasks*SPREAD
+        mask_row(<uint8_t*>out + b*n + j, least(SPREAD, n - j), j, key,
+                 first_sequence + <uint64_t>b, site, threshold)
+
+
+cdef void dropout_piece(const float* x, float* y, idx n, idx first, uint64_t key, uint64_t sequence,
+                        uint32_t site, uint32_t threshold, float scale) noexcept nogil:
+    if y != x:
+        memcpy(y, x, n*sizeof(float))
+    dropout_row(y, n, first, key, sequence, site, threshold, scale)
+
+
+def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_sequence,
+            uint32_t site, uint64_t key, uint32_t threshold, float scale):
+    """y = x*mask*scale over [sequences, seq, dim]; y may be x.  Backward is the same map of dy."""
+    cdef idx t, b, j, n = seq*dim, tasks = parts(n, SPREAD)
+    for t in prange(sequences*tasks, nogil=True, schedule='dynamic', num_threads=team(sequences*n)):
+        b, j = t//tasks, t%tasks*SPREAD
+        dropout_piece(<const float*>x + b*n + j, <float*>y + b*n + j, least(SPREAD, n - j), j, key,
+                      first_sequence + <uint64_t>b, site, threshold, scale)
+
+
+dropout_backward = dropout
+
+
+# ---- 6. Matrix products ---------------------------------------------------------------------------
+# C[m, n] (+)= op(A)[m, k] op(B)[k, n], row-major, in three levels (Goto and van de Geijn, 2008):
+#
+#   K in slices of KC      a slice of B is packed once, by the whole team, into panels of NR columns
+#   M in blocks of MC      a task packs its block of A into panels of MR rows: MC*KC*4 = 286 KB, in L2
+#   tiles of MR x NR       accumulators live in registers while a panel of A (MR*KC*4 = 28 KB, in L1)
+#                          runs along the panels of B
+#
+# An element of C is always the sum over k in ascending order within a slice, plus the slices in order:
+# neither the number of threads nor the position in a tile enters, so the bits are those of one thread.
+
+cdef enum:
+    KC = 512                # depth of a slice
+    MC = 10                 # panels of MR rows in a block of A, at most
+    NC = 8192               # columns of B packed at a time: 16 MB, within L3
+    TILE_MAX = 14*32        # room for one MR x NR tile
+    PARALLEL_FROM = 1 << 20 # multiply-adds below which one thread is faster than a team
+
+cdef struct Product:
+    const float* a          # [m, k], or [k, m] if ta
+    const float* b          # [k, n], or [n, k] if tb
+    float* c                # [m, n]
+    idx lda, ldb, ldc, m, n, k
+    bint ta, tb, acc        # acc: add to C instead of overwriting it
+    const float* residual   # [m, n] with C's leading dimension, added to the finished product; or NULL
+    idx seq                 # rows of C per sequence, for the dropout of the product
+    uint64_t key, first_sequence
+    uint32_t site, threshold    # threshold 0: no dropout
+    float keep_scale
+
+
+cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width, float* out) noexcept nogil:
+    """Pack up to `width` rows into out[kc, width], zero beyond `rows` (which counts to the matrix's end).
+
+    Element (r, k) lies at x[r*ld + k], or at x[k*ld + r] if `across`.  Whole vectors of rows are moved
+    where the matrix has enough of them: the last vector may then spill over `width` into the next k,
+    which is written after it (vectors go down, k goes up), or into the VL floats of slack at the end.
+    """
+    cdef idx k = 0, r, g
+    cdef idx vectors = (width + VL - 1)//VL
+    if vectors*VL <= rows:
+        if across:
+            for k in range(kc):
+                for g in range(vectors - 1, -1, -1):
+                    (<vf*>(out + k*width + g*VL))[0] = (<const vf*>(x + k*ld + g*VL))[0]
+            return
+        while k + VL <= kc:
+            for g in range(vectors - 1, -1, -1):
+                transpose_tile(x + g*VL*ld + k, ld, out + k*width + g*VL, width)
+            k += VL
+    rows = least(rows, width)
+    while k < kc:
+        for r in range(rows):
+            out[k*width + r] = x[k*ld + r] if across else x[r*ld + k]
+        for r in range(rows, width):
+            out[k*width + r] = 0
+        k += 1
+
+
+cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc) noexcept nogil:
+    """C[MR, NR] (+)= the product of one panel of A with one panel of B; all MR*NV sums in registers."""
+    cdef vf sums[14][3]     # MR and NV are constants of the build, at most 14 and 3
+    cdef vf row[3]
+    cdef idx k, i, j
+    for i in range(MR):
+        for j in range(NV):
+            sums[i][j] = VZERO
+    for k in range(kc):
+        for j in range(NV):
+            row[j] = (<const vf*>b)[j]
+        for i in range(MR):
+            for j in range(NV):
+                sums[i][j] = sums[i][j] + a[i]*row[j]
+        a = a + MR
+        b = b + NR
+    for i in range(MR):
+        for j in range(NV):
+            if acc:
+                (<vf*>(c + i*ldc))[j] = (<vf*>(c + i*ldc))[j] + sums[i][j]
+            else:
+                (<vf*>(c + i*ldc))[j] = sums[i][j]
+
+
+cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc,
+                    idx rows, idx cols) noexcept nogil:
+    """A tile at the edge of C: computed whole beside it, of which rows x cols are kept."""
+    cdef float whole[TILE_MAX]
+    cdef idx i, j
+    register_tile(kc, a, b, whole, NR, False)
+    for i in range(rows):
+        for j in range(cols):
+            c[i*ldc + j] = whole[i*NR + j] + (c[i*ldc + j] if acc else <float>0.0)
+
+
+cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogil:
+    """The epilogue over finished rows i0..i1, columns j0..j1, still in cache: dropout, then residual."""
+    cdef idx i, j, sequence, position
+    cdef float* c
+    cdef const float* r
+    for i in range(i0, i1):
+        c = p.c + i*p.ldc
+        if p.threshold:
+            sequence, position = i//p.seq, i % p.seq
+            dropout_row(c + j0, j1 - j0, position*p.n + j0, p.key, p.first_sequence + <uint64_t>sequence,
+                        p.site, p.threshold, p.keep_scale)
+        if p.residual != NULL:
+            r = p.residual + i*p.ldc
+            for j in range(j0, j1):
+                c[j] = r[j] + c[j]
+
+
+cdef void multiply_block(const Product* p, idx i0, idx i1, idx j0, idx j1, idx jc, idx pc, idx kc,
+                         const float* bp, float* ap) noexcept nogil:
+    """Rows i0..i1, columns j0..j1 of C over one slice of K; `bp` holds B's panels from column jc on."""
+    cdef idx i = i0, j, rows, cols
+    cdef bint acc = p.acc or pc > 0
+    while i < i1:
+        rows = least(MR, i1 - i)
+        pack(p.a + (pc*p.lda + i if p.ta else i*p.lda + pc), p.lda, p.ta, kc, p.m - i, MR, ap)
+        j = j0
+        while j < j1:
+            cols = least(NR, j1 - j)
+            if rows == MR and cols == NR:
+                register_tile(kc, ap, bp + (j - jc)*kc, p.c + i*p.ldc + j, p.ldc, acc)
+            else:
+                edge_tile(kc, ap, bp + (j - jc)*kc, p.c + i*p.ldc + j, p.ldc, acc, rows, cols)
+            j += NR
+        i += MR
+    if pc + kc == p.k and (p.threshold or p.residual != NULL):
+        finish(p, i0, i1, j0, j1)
+
+
+cdef inline idx slice_depth(idx k) noexcept nogil:
+    """Equal slices of at most KC, so that none is a sliver."""
+    cdef idx slices = (k + KC - 1)//KC
+    return (k + slices - 1)//slices
+
+
+cdef idx b_room(idx n, idx k) noexcept nogil:
+    """Floats that a packed slice of B takes."""
+    return ((least(n, NC) + NR - 1)//NR*NR)*slice_depth(k)
+
+
+cdef void pack_b_panel(const Product* p, idx j, idx pc, idx kc, float* out) noexcept nogil:
+    pack(p.b + (j*p.ldb + pc if p.tb else pc*p.ldb + j), p.ldb, not p.tb, kc, p.n - j, NR, out)
+
+
+cdef void multiply_serial(const Product* p, float* bp, float* ap) noexcept nogil:
+    """One product on the calling thread."""
+    cdef idx jc = 0, pc, kc, nc, j
+    while jc < p.n:
+        nc = least(NC, p.n - jc)
+        pc = 0
+        while pc < p.k:
+            kc = least(slice_depth(p.k), p.k - pc)
+            j = jc
+            while j < jc + nc:
+                pack_b_panel(p, j, pc, kc, bp + (j - jc)*kc)
+                j += NR
+            multiply_block(p, 0, p.m, jc, jc + nc, jc, pc, kc, bp, ap)
+            pc += kc
+        jc += nc
+
+
+cdef void multiply_team(const Product* p, float* bp, float* ap, int threads) noexcept nogil:
+    """One product on the team: per slice, all pack B, meet at the loop's barrier, then share the blocks."""
+    cdef idx jc, pc, kc, nc, panels, t, i, j, height, width, down, along
+    cdef idx panels_m = (p.m + MR - 1)//MR
+    with nogil, parallel(num_threads=threads):
+        jc = 0
+        while jc < p.n:
+            nc = least(NC, p.n - jc)
+            panels = (nc + NR - 1)//NR
+            # About eight blocks a thread: tall ones first, cut across too where M is short (decoding)
+            height = most(1, least(MC, panels_m//(8*threads)))
+            down = (panels_m + height - 1)//height
+            along = most(1, least(panels, 8*threads//down))
+            width = (panels + along - 1)//along
+            along = (panels + width - 1)//width
+            pc = 0
+            while pc < p.k:
+                kc = least(slice_depth(p.k), p.k - pc)
+                for t in prange(panels, schedule='dynamic'):
+                    pack_b_panel(p, jc + t*NR, pc, kc, bp + t*NR*kc)
+                for t in prange(down*along, schedule='dynamic'):
+                    i = t//along*height*MR
+                    j = jc + t % along*width*NR
+                    multiply_block(p, i, least(p.m, i + height*MR), j, least(jc + nc, j + width*NR), jc, pc,
+                                   kc, bp, ap + threadid()*(KC*MR + VL))
+                pc = pc + kc
+            jc = jc + nc
+
+
+cdef void run_product(const Product* p):
+    cdef int threads = 1 if p.m*p.n*p.k < PARALLEL_FROM else THREADS
+    cdef Buffer bp = Buffer(b_room(p.n, p.k)*4)
+    cdef Buffer ap = Buffer(threads*(KC*MR + VL)*4)
+    if threads == 1:
+        with nogil:
+            multiply_serial(p, <float*>bp.address, <float*>ap.address)
+    else:
+        multiply_team(p, <float*>bp.address, <float*>ap.address, threads)
+
+
+def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m, idx n, idx k,
+         bint acc, size_t residual=0, uint32_t threshold=0, uint64_t key=0, uint64_t first_sequence=0,
+         uint32_t site=0, idx seq=1, double keep_scale=1.0):
+    """C (+)= op(A) op(B); then, if asked, C = residual + dropout(C), row i being position i % seq of
+    sequence first_sequence + i//seq.  Leading dimensions in elements; `residual` has C's."""
+    cdef Product p
+    p.a, p.b, p.c = <const float*>a, <const float*>b, <float*>c
+    p.lda, p.ldb, p.ldc, p.m, p.n, p.k = lda, ldb, ldc, m, n, k
+    p.ta, p.tb, p.acc = ta, tb, acc
+    p.residual, p.seq = <const float*>residual, seq
+    p.key, p.first_sequence, p.site = key, first_sequence, site
+    p.threshold, p.keep_scale = threshold, <float>keep_scale
+    run_product(&p)
+
+
+def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m, idx n,
+               idx k, bint acc, idx batch, size_t offsets):
+    """`batch` products of one shape; offsets int64 [batch, 3]: where A, B, C of each start, in elements.
+
+    The offsets express any broadcasting.  With `acc`, items that share a C must be neighbours: a task is
+    a run of items with one C, which it adds in order.
+    """
+    cdef const int64_t* at = <const int64_t*>offsets
+    cdef idx i, t
+    cdef idx room_b = b_room(n, k), room_a = KC*MR + VL
+    cdef int threads = 1 if batch*m*n*k < PARALLEL_FROM else THREADS
+    cdef Buffer scratch = Buffer(threads*(room_a + room_b)*4)
+    cdef float* own
+    cdef Product p
+    memset(&p, 0, sizeof(Product))
+    p.lda, p.ldb, p.ldc, p.m, p.n, p.k = lda, ldb, ldc, m, n, k
+    p.ta, p.tb, p.acc = ta, tb, acc
+    for i in prange(batch, nogil=True, num_threads=threads, schedule='dynamic'):
+        if i == 0 or at[3*i + 2] != at[3*i - 1]:
+            own = <float*>scratch.address + threadid()*(room_a + room_b)
+            batch_run(&p, <const float*>a, <const float*>b, <float*>c, at, i, batch, own, own + room_a)
+
+
+cdef void batch_run(const Product* shape, const float* a, const float* b, float* c, const int64_t* at,
+                    idx i, idx batch, float* ap, float* bp) noexcept nogil:
+    """Items i, i + 1, ... of a batch as long as they write to the same C."""
+    cdef Product p = shape[0]
+    cdef int64_t target = at[3*i + 2]
+    while i < batch and at[3*i + 2] == target:
+        p.a, p.b, p.c = a + at[3*i], b + at[3*i + 1], c + target
+        multiply_serial(&p, bp, ap)
+        i += 1
+
+
+# ---- 7. Row operations ---------------------------------------------------------------------------
+# A row is read from memory once; whatever else a formula needs comes from L1 or L2.  All sums along a
+# row are row_sum: 4*VL running sums, then a fixed tree.  Sums over rows (gradients of norm weights) go
+# by fixed chunks of rows into scratch, and the chunks are added in order.
+
+from libc.math cimport log
+
+
+cdef inline vf load(const float* x, idx left) noexcept nogil:
+    """The next VL elements, zeros from `left` on."""
+    cdef vf v = VZERO
+    if left >= VL:
+        return (<const vf*>x)[0]
+    memcpy(&v, x, left*sizeof(float))
+    return v
+
+
+cdef inline void store(float* y, vf v, idx left) noexcept nogil:
+    """The next VL elements of y = v, but no more than `left`."""
+    if left >= VL:
+        (<vf*>y)[0] = v
+    else:
+        memcpy(y, &v, left*sizeof(float))
+
+
+cdef inline vf lane_product(const float* a, const float* b, const float* c, idx i, idx left) noexcept nogil:
+    """The next VL of a*b*c, where b and c may be NULL."""
+    cdef vf v = load(a + i, left)
+    if b != NULL:
+        v = v*load(b + i, left)
+    if c != NULL:
+        v = v*load(c + i, left)
+    return v
+
+
+cdef inline float lane_sum(vf v) noexcept nogil:
+    """The VL lanes of v, halved up to four times (VL is 4, 8 or 16)."""
+    cdef float lane[16]
+    cdef int i
+    (<vf*>lane)[0] = v
+    for i in range(VL >> 1):
+        lane[i] += lane[i + (VL >> 1)]
+    for i in range(VL >> 2):
+        lane[i] += lane[i + (VL >> 2)]
+    for i in range(VL >> 3):
+        lane[i] += lane[i + (VL >> 3)]
+    for i in range(VL >> 4):
+        lane[i] += lane[i + (VL >> 4)]
+    return lane[0]
+
+
+cdef inline float row_sum(const float* a, const float* b, const float* c, idx n) noexcept nogil:
+    """Sum of a*b*c over n elements, where b and c may be NULL; four chains hide the latency of an add."""
+    cdef vf acc[4]
+    cdef idx i = 0
+    cdef int j
+    for j in range(4):
+        acc[j] = VZERO
+    while i + 4*VL <= n:
+        for j in range(4):
+            acc[j] = acc[j] + lane_product(a, b, c, i + j*VL, VL)
+        i += 4*VL
+    while i < n:
+        acc[0] = acc[0] + lane_product(a, b, c, i, n - i)
+        i += VL
+    return lane_sum((acc[0] + acc[1]) + (acc[2] + acc[3]))
+
+
+cdef inline float row_max(const float* x, idx n) noexcept nogil:
+    """The largest of n >= 1 elements.  NaNs may be passed over: the exponentials bring them back."""
+    cdef vf top[4]
+    cdef float lane[16]
+    cdef float best = x[0]
+    cdef idx i = 0
+    cdef int j
+    if n >= 4*VL:
+        for j in range(4):
+            top[j] = (<const vf*>(x + j*VL))[0]
+        while i + 4*VL <= n:
+            for j in range(4):
+                top[j] = vmax((<const vf*>(x + i + j*VL))[0], top[j])
+            i += 4*VL
+        (<vf*>lane)[0] = vmax(vmax(top[0], top[1]), vmax(top[2], top[3]))
+        for j in range(VL):
+            best = lane[j] if lane[j] > best else best
+    while i < n:
+        best = x[i] if x[i] > best else best
+        i += 1
+    return best
+
+
+# Sums and softmax:  y_i = e_i/sum e, e_i = exp(x_i - max x);  dx_i = y_i (dy_i - sum_j y_j dy_j)
+
+def sum_rows(size_t x, size_t y, idx rows, idx cols):
+    """y[r] = sum of x[r, :].  Blocks of a row are tasks too, so that few long rows also use the team."""
+    cdef idx t, r, j, blocks = most(1, parts(cols, PART))
+    cdef Buffer scratch = Buffer(rows*blocks*sizeof(float))
+    cdef float* part = <float*>scratch.address
+    with nogil, parallel(num_threads=team(rows*cols)):
+        for t in prange(rows*blocks, schedule='dynamic', chunksize=grain(cols)):
+            r, j = t//blocks, t%blocks
+            part[t] = row_sum(<const float*>x + r*cols + j*PART, NULL, NULL, extent(j, cols))
+        for r in prange(rows, schedule='dynamic', chunksize=grain(blocks)):
+            (<float*>y)[r] = row_sum(part + r*blocks, NULL, NULL, blocks)
+
+
+cdef double exp_row(const float* x, float* y, idx n, float top) noexcept nogil:
+    """y = exp(x - top), or nothing kept if y is NULL; returns the sum, in double from PIECE to PIECE."""
+    cdef float room[PIECE]
+    cdef float* e
+    cdef double total = 0
+    cdef idx i, j = 0, count
+    while j < n:
+        count = least(PIECE, n - j)
+        e = &room[0] if y == NULL else y + j
+        for i in range(count):
+            e[i] = fexp(x[j + i] - top)
+        total += row_sum(e, NULL, NULL, count)
+        j += count
+    return total
+
+
+cdef void softmax_row(const float* x, float* y, idx n) noexcept nogil:
+    cdef double total = exp_row(x, y, n, row_max(x, n))
+    scale_part(<float>(1.0/total), y, y, n)
+
+
+def softmax(size_t x, size_t y, idx rows, idx cols):
+    """y = softmax of every row of x; y may be x."""
+    cdef idx r
+    for r in prange(rows if cols else 0, nogil=True, schedule='dynamic', chunksize=grain(cols),
+                    num_threads=team(rows*cols)):
+        softmax_row(<const float*>x + r*cols, <float*>y + r*cols, cols)
+
+
+cdef void softmax_backward_row(const float* y, const float* dy, float* dx, idx n) noexcept nogil:
+    cdef float dot = row_sum(y, dy, NULL, n)
+    cdef idx i
+    for i in range(n):
+        dx[i] = y[i]*(dy[i] - dot)
+
+
+def softmax_backward(size_t y, size_t dy, size_t dx, idx rows, idx cols):
+    """dx from the softmax y and its gradient dy; dx may be dy."""
+    cdef idx r
+    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(cols),
+                    num_threads=team(rows*cols)):
+        softmax_backward_row(<const float*>y + r*cols, <const float*>dy + r*cols,
+                             <float*>dx + r*cols, cols)
+
+
+# Cross-entropy:  loss = ln(sum_j e^x_j) - x_target;  dx_j = (softmax_j - [j = target]) scale
+
+cdef double loss_row(float* x, idx target, idx cols, float scale, bint write,
+                     idx padded) noexcept nogil:
+    """One row's loss; with `write` the row becomes its gradient, exactly 0 in the padded columns."""
+    cdef float top
+    cdef double total, loss = 0
+    if target >= 0:
+        top = row_max(x, cols)
+        loss = <double>top - x[target]              # before the row is overwritten
+        total = exp_row(x, x if write else NULL, cols, top)
+        loss += log(total)
+    if write and target >= 0:
+        scale_part(<float>(scale/total), x, x, cols)
+        x[target] -= scale
+        fill_part(<float>0.0, x + cols, padded - cols)
+    elif write:
+        fill_part(<float>0.0, x, padded)
+    return loss
+
+
+def cross_entropy(size_t logits, idx ld, size_t targets, size_t losses, idx rows, idx cols,
+                  float scale, bint write_gradient, idx cols_padded):
+    """losses[r] (double) of logits [rows, ld]; targets are int64, below 0 = not counted, loss 0.
+
+    With write_gradient the logits become their gradient times scale, columns cols..cols_padded become 0.
+    """
+    cdef idx r
+    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(cols),
+                    num_threads=team(rows*cols)):
+        (<double*>losses)[r] = loss_row(<float*>logits + r*ld, (<const int64_t*>targets)[r], cols,
+                                        scale, write_gradient, cols_padded)
+
+
+# RMS norm:  y = x r w with r = 1/sqrt(mean(x^2) + eps);  with t = dy w:
+#   dx = r t - x r^3 mean(t x),  dw = sum over rows of dy x r
+
+cdef inline float norm_row(const float* x, const float* w, float* y, idx n, float eps) noexcept nogil:
+    """y = x r w; returns r.  y may be x."""
+    cdef float r = <float>1.0/sqrtf(row_sum(x, x, NULL, n)/<float>n + eps)
+    cdef idx i = 0
+    while i < n:
+        store(y + i, load(x + i, n - i)*r*load(w + i, n - i), n - i)
+        i += VL
+    return r
+
+
+cdef inline void norm_row_backward(const float* dy, const float* x, const float* w, float r, float* dx,
+                                   bint acc, const float* more, float* dw, idx n) noexcept nogil:
+    """dx (+)= the formula above + more, dw += dy x r; more and dw may be NULL, dx may be dy."""
+    cdef float c = row_sum(dy, w, x, n)*r/<float>n*r*r
+    cdef vf g, v, d
+    cdef idx i = 0, left
+    while i < n:
+        left = n - i
+        g, v = load(dy + i, left), load(x + i, left)
+        d = g*load(w + i, left)*r - v*c
+        if more != NULL:
+            d = d + load(more + i, left)
+        if acc:
+            d = d + load(dx + i, left)
+        if dw != NULL:
+            store(dw + i, load(dw + i, left) + g*(v*r), left)
+        store(dx + i, d, left)
+        i += VL
+
+
+cdef inline void add_rows(const float* a, const float* b, float* y, idx n) noexcept nogil:
+    cdef idx i
+    for i in range(n):
+        y[i] = a[i] + b[i]
+
+
+cdef float add_norm_row(const float* x, const float* residual, const float* w, float* total, float* y,
+                        idx n, float eps) noexcept nogil:
+    """Row of add_rmsnorm; a total that nobody wants is formed in y, which the norm then overwrites."""
+    if residual == NULL:
+        return norm_row(x, w, y, n, eps)
+    total = y if total == NULL else total
+    add_rows(x, residual, total, n)
+    return norm_row(total, w, y, n, eps)
+
+
+def add_rmsnorm(size_t x, size_t residual, size_t w, size_t total, size_t y, size_t rstd, idx rows,
+                idx dim, float eps):
+    """total = x + residual, y = rmsnorm(total)*w, rstd[rows] = r; without residual y = rmsnorm(x)*w.
+
+    residual and total may be 0, total may be x or residual.
+    """
+    cdef idx r
+    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(dim),
+                    num_threads=team(rows*dim)):
+        (<float*>rstd)[r] = add_norm_row(
+            <const float*>x + r*dim, <const float*>residual + r*dim if residual else NULL,
+            <const float*>w, <float*>total + r*dim if total else NULL, <float*>y + r*dim, dim, eps)
+
+
+cdef inline idx chunk_rows(idx rows) noexcept nogil:
+    """Rows per chunk of a sum over rows: at most 64 chunks, of at least 8 rows."""
+    return most(8, parts(rows, 64))
+
+
+cdef void add_chunks(const float* part, idx chunks, idx stride, float* dw, idx n) noexcept nogil:
+    """dw += the chunks' sums, chunk by chunk."""
+    cdef idx c
+    for c in range(chunks):
+        add_rows(dw, part + c*stride, dw, n)
+
+
+cdef void norm_chunk(const float* dy, const float* dtotal, const float* total, const float* w,
+                     const float* rstd, float* dx, bint acc, float* dw, idx rows, idx n) noexcept nogil:
+    """Backward of one chunk of rows; dw (or NULL) is its own and starts here."""
+    cdef idx r
+    if dw != NULL:
+        fill_part(<float>0.0, dw, n)
+    for r in range(rows):
+        norm_row_backward(dy + r*n, total + r*n, w, rstd[r], dx + r*n, acc,
+                          dtotal + r*n if dtotal != NULL else NULL, dw, n)
+
+
+def add_rmsnorm_backward(size_t dy, size_t dtotal, size_t total, size_t w, size_t rstd, size_t dx,
+                         bint acc, size_t dw, idx rows, idx dim):
+    """dx (+)= gradient through the norm + dtotal; dw += its gradient.  dtotal and dw may be 0.
+
+    dx may be dy or dtotal.
+    """
+    cdef idx c, r, step = chunk_rows(rows), chunks = parts(rows, step)
+    cdef Buffer scratch = Buffer(chunks*dim*sizeof(float) if dw else 0)
+    cdef float* part = <float*>scratch.address
+    with nogil:
+        for c in prange(chunks, schedule='dynamic', num_threads=team(rows*dim)):
+            r = c*step
+            norm_chunk(<const float*>dy + r*dim, <const float*>dtotal + r*dim if dtotal else NULL,
+                       <const float*>total + r*dim, <const float*>w, <const float*>rstd + r,
+                       <float*>dx + r*dim, acc, part + c*dim if dw else NULL,
+                       least(step, rows - r), dim)
+        if dw:
+            add_chunks(part, chunks, dim, <float*>dw, dim)
+
+
+# RoPE turns the pair (x_i, x_{i + half}) by the angle of (position, i); its backward turns it back.
+# A row holds heads + kv_heads heads that are normed and turned, then kv_heads value heads that are not.
+
+cdef inline void rotate(float* x, const float* cos, const float* sin, float sign, idx half) noexcept nogil:
+    """One head, in place; sign -1 turns back."""
+    cdef float* y = x + half
+    cdef vf a, b, c, s
+    cdef idx i = 0, left
+    while i < half:
+        left = half - i
+        a, b = load(x + i, left), load(y + i, left)
+        c, s = load(cos + i, left), load(sin + i, left)*sign
+        store(x + i, a*c - b*s, left)
+        store(y + i, b*c + a*s, left)
+        i += VL
+
+
+cdef void qk_row(const float* qkv, float* out, const float* qw, const float* kw, const float* cos,
+                 const float* sin, float* rstd, idx heads, idx kv_heads, idx n, float eps) noexcept nogil:
+    """Norm (where there are weights) and RoPE of one row's heads of n elements, values copied."""
+    cdef const float* w
+    cdef float r
+    cdef idx h
+    if out != qkv:
+        memcpy(out, qkv, (heads + 2*kv_heads)*n*sizeof(float))
+    for h in range(heads + kv_heads):
+        w = qw if h < heads else kw
+        if w != NULL:
+            r = norm_row(out + h*n, w, out + h*n, n, eps)
+            if rstd != NULL:
+                rstd[h] = r
+        rotate(out + h*n, cos, sin, <float>1.0, n//2)
+
+
+def qk_norm_rope(size_t qkv, size_t out, size_t qw, size_t kw, size_t cos, size_t sin, size_t rstd,
+                 idx rows, idx seq, idx heads, idx kv_heads, idx head_dim, float eps):
+    """qkv -> out [rows, heads + 2 kv_heads, head_dim]: q and k heads normed (if qw, kw), then RoPE.
+
+    Row r stands at position r % seq of cos and sin [seq, head_dim/2]; rstd [rows, heads + kv_heads]
+    may be 0, out may be qkv.
+    """
+    cdef idx r, half = head_dim//2, turned = heads + kv_heads, width = (turned + kv_heads)*head_dim
+    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(width),
+                    num_threads=team(rows*width)):
+        qk_row(<const float*>qkv + r*width, <float*>out + r*width, <const float*>qw, <const float*>kw,
+               <const float*>cos + r%seq*half, <const float*>sin + r%seq*half,
+               <float*>rstd + r*turned if rstd else NULL, heads, kv_heads, head_dim, eps)
+
+
+cdef void qk_row_backward(float* d, const float* qkv, const float* qw, const float* kw, float* dw,
+                          const float* cos, const float* sin, const float* rstd, idx heads,
+                          idx kv_heads, idx n) noexcept nogil:
+    """Turn back, then the norm's backward in place; dw holds this chunk's sums, q's then k's."""
+    cdef const float* w
+    cdef idx h
+    for h in range(heads + kv_heads):
+        w = qw if h < heads else kw
+        rotate(d + h*n, cos, sin, <float>-1.0, n//2)
+        if w != NULL:
+            norm_row_backward(d + h*n, qkv + h*n, w, rstd[h], d + h*n, False, NULL,
+                              dw if h < heads else dw + n, n)
+
+
+cdef void qk_chunk(float* d, const float* qkv, const float* qw, const float* kw, float* dw,
+                   const float* cos, const float* sin, const float* rstd, idx first, idx end, idx seq,
+                   idx heads, idx kv_heads, idx n) noexcept nogil:
+    """Backward of the rows first .. end."""
+    cdef idx r, turned = heads + kv_heads, width = (turned + kv_heads)*n
+    fill_part(<float>0.0, dw, 2*n)
+    for r in range(first, end):
+        qk_row_backward(d + r*width, qkv + r*width, qw, kw, dw, cos + r%seq*(n//2),
+                        sin + r%seq*(n//2), rstd + r*turned, heads, kv_heads, n)
+
+
+def qk_norm_rope_backward(size_t dqkv, size_t qkv, size_t qw, size_t kw, size_t dqw, size_t dkw,
+                          size_t cos, size_t sin, size_t rstd, idx rows, idx seq, idx heads,
+                          idx kv_heads, idx head_dim):
+    """dqkv holds d(out) and becomes d(qkv), in place, values untouched; dqw and dkw are added to.
+
+    qw, kw, dqw, dkw may be 0; rstd is needed where qw or kw is given.
+    """
+    cdef idx c, step = chunk_rows(rows), chunks = parts(rows, step), n = head_dim
+    cdef Buffer scratch = Buffer(chunks*2*n*sizeof(float))
+    cdef float* part = <float*>scratch.address
+    with nogil:
+        for c in prange(chunks, schedule='dynamic',
+                        num_threads=team(rows*(heads + 2*kv_heads)*n)):
+            qk_chunk(<float*>dqkv, <const float*>qkv, <const float*>qw, <const float*>kw,
+                     part + c*2*n, <const float*>cos, <const float*>sin, <const float*>rstd,
+                     c*step, least(rows, (c + 1)*step), seq, heads, kv_heads, n)
+        if dqw:
+            add_chunks(part, chunks, 2*n, <float*>dqw, n)
+        if dkw:
+            add_chunks(part + n, chunks, 2*n, <float*>dkw, n)
+
+
+# SwiGLU:  h = silu(gate)*up;  dgate = dh up silu'(gate),  dup = dh silu(gate)
+
+cdef void swiglu_row(const float* gate, const float* up, float* h, idx n) noexcept nogil:
+    cdef idx i
+    for i in range(n):
+        h[i] = silu(gate[i])*up[i]
+
+
+def swiglu(size_t gu, size_t h, idx rows, idx ffn):
+    """h [rows, ffn] from gu [rows, 2 ffn] = gate | up."""
+    cdef idx r
+    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(ffn),
+                    num_threads=team(2*rows*ffn)):
+        swiglu_row(<const float*>gu + 2*r*ffn, <const float*>gu + (2*r + 1)*ffn, <float*>h + r*ffn, ffn)
+
+
+cdef void swiglu_backward_row(float* gate, float* up, const float* dh, idx n) noexcept nogil:
+    cdef float g, u, s
+    cdef idx i
+    for i in range(n):
+        g, u, s = gate[i], up[i], sigmoid(gate[i])
+        gate[i] = dh[i]*u*(s*(<float>1.0 + g*(<float>1.0 - s)))
+        up[i] = dh[i]*(g*s)
+
+
+def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
+    """gu becomes its gradient, in place."""
+    cdef idx r
+    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(ffn),
+                    num_threads=team(2*rows*ffn)):
+        swiglu_backward_row(<float*>gu + 2*r*ffn, <float*>gu + (2*r + 1)*ffn,
+                            <const float*>dh + r*ffn, ffn)
+
+
+# Embedding:  y_i = w[token_i];  dw[token] += dy_i of all its positions, in the order of a stable sort
+
+def embed(size_t tokens, size_t w, size_t y, idx n, idx dim):
+    """y[i] = w[tokens[i]], tokens int64."""
+    cdef idx i
+    for i in prange(n, nogil=True, schedule='dynamic', chunksize=grain(dim), num_threads=team(n*dim)):
+        memcpy(<float*>y + i*dim, <const float*>w + (<const int64_t*>tokens)[i]*dim, dim*sizeof(float))
+
+
+cdef void embed_run(const int64_t* tokens, const int64_t* order, const float* dy, float* dw, idx i,
+                    idx n, idx dim) noexcept nogil:
+    """If a token's run starts at place i of the order, add all its rows: one writer per row of dw."""
+    cdef int64_t token = tokens[order[i]]
+    if i > 0 and tokens[order[i - 1]] == token:
+        return
+    while i < n and tokens[order[i]] == token:
+        add_rows(dw + token*dim, dy + order[i]*dim, dw + token*dim, dim)
+        i += 1
+
+
+def embed_backward(size_t tokens, size_t order, size_t dy, size_t dw, idx n, idx dim):
+    """dw[tokens[i]] += dy[i]; order (int64) is the stable argsort of tokens."""
+    cdef idx i
+    for i in prange(n, nogil=True, schedule='dynamic', chunksize=grain(dim), num_threads=team(n*dim)):
+        embed_run(<const int64_t*>tokens, <const int64_t*>order, <const float*>dy, <float*>dw, i, n, dim)
+
+
+from libc.math cimport INFINITY, logf
+
+
+# ---- 8. Attention -------------------------------------------------------------------------------
+# One head; query i sees the keys j <= i + Sk - Sq (causal, the last query sees every key):
+#
+#   forward     s = scale q k^T     p = exp(s - m)        l = sum p     o = p v / l     L = m + ln l
+#   backward    p = exp(s - L)      delta = sum(do * o)   ds = p * (do v^T - delta)
+#               dv = p^T do         dk = scale ds^T q     dq = scale ds k
+#
+# after FlashAttention-2 (Dao, 2023): tiles of queries by keys; the maximum m and the sum l so far are
+# corrected as keys arrive, so no row of p is ever whole; backward makes p again, a tile at a time, from L.
+#
+# A tile of scores lies transposed, s[key][query]: a lane is a query, and the softmax goes down the tile
+# with no sum across lanes.  All seven products run in one register tile, AR rows x 2 vectors: 8 x 2 sums
+# cover the latency of two FMA a cycle (2 x 4), 6 x 2 is what 16 registers hold.  TILE queries x TILE keys
+# are 64 x 64 or 48 x 48 floats, 16 KB, half of the smallest first-level cache, and leave the other half to
+# the panel they are multiplied with; everything a tile touches, about 160 KB, stays in the second level.
+
+cdef extern from *:
+    """
+    enum { AR = MR < 8 ? MR : 8, AL = 2 * VL, TILE = 8 * AR };
+    #define prefetch(p) __builtin_prefetch(p)
+    """
+    enum: AR, AL, TILE
+    void prefetch(const void*) noexcept nogil
+
+cdef enum: FAR = 1 << 30            # a shift of the diagonal that leaves everything visible
+
+cdef enum: CHUNK = 8
+
+cdef struct View:
+    float* start                    # [batch, position, head, dim] by strides, the last one 1
+    idx batch, position, head
+
+cdef struct Attention:
+    idx batch, sq, sk, heads, kv_heads, dim
+    idx wide                        # dim rounded up to AL: the row length of a tile in scratch
+    idx keys                        # sk rounded up to TILE
+    float scale
+    float* lse
+    View q, k, v, o, dy, dq, dk, dv
+
+
+cdef inline float* at(const View* x, idx b, idx position, idx head) noexcept nogil:
+    return x.start + b*x.batch + position*x.position + head*x.head
+
+
+cdef void describe(Attention* a, const int64_t* dims, const size_t* address, int views, float* lse,
+                   float scale) noexcept nogil:
+    """Fill `a` from Python's integers: six sizes, then three strides per view, in the struct's order."""
+    cdef View* view = &a.q
+    cdef int i
+    a.batch, a.sq, a.sk, a.heads, a.kv_heads, a.dim = dims[0], dims[1], dims[2], dims[3], dims[4], dims[5]
+    a.wide = (a.dim + AL - 1)//AL*AL
+    a.keys = (a.sk + TILE - 1)//TILE*TILE
+    a.scale, a.lse = scale, lse
+    for i in range(views):
+        view[i].start = <float*>address[i]
+        view[i].batch, view[i].position, view[i].head = dims[6 + 3*i], dims[7 + 3*i], dims[8 + 3*i]
+
+
+cdef void stage(const float* x, idx ld, idx rows, idx cols, float alpha, float* y, idx height,
+                idx width) noexcept nogil:
+    """y[height, width] = alpha * x[rows, cols] with zeros around it, so that no product has an odd edge."""
+    cdef idx i, j
+    for i in range(rows):
+        for j in range((cols + 15)//16):
+            prefetch(x + (i + 8)*ld + 16*j)
+        for j in range(cols):
+            y[i*width + j] = x[i*ld + j]*alpha
+        for j in range(cols, width):
+            y[i*width + j] = 0
+    memset(y + rows*width, 0, (height - rows)*width*sizeof(float))
+
+
+cdef void flip(const float* x, idx width, float* y) noexcept nogil:
+    """y[width, TILE] = transpose of x[TILE, width]."""
+    cdef idx i, j
+    for i in range(TILE//VL):
+        for j in range(width//VL):
+            transpose_tile(x + i*VL*width + j*VL, width, y + j*VL*TILE + i*VL, TILE)
+
+
+cdef inline void lane_tile(idx depth, const float* a, idx row, idx step, const float* b, idx ldb,
+                               float* c, idx ldc, bint add) noexcept nogil:
+    """c[AR, AL] (+)= sum over t < depth of a[i*row + t*step]*b[t*ldb + lane], the sums in registers."""
+    cdef vf sums[AR][2]
+    cdef vf b0, b1
+    cdef idx i, t
+    for i in range(AR):
+        sums[i][0] = (<const vf*>(c + i*ldc))[0] if add else VZERO
+        sums[i][1] = (<const vf*>(c + i*ldc))[1] if add else VZERO
+    for t in range(depth):
+        b0 = (<const vf*>b)[0]
+        b1 = (<const vf*>b)[1]
+        for i in range(AR):
+            sums[i][0] = sums[i][0] + a[i*row]*b0
+            sums[i][1] = sums[i][1] + a[i*row]*b1
+        a += step
+        b += ldb
+    for i in range(AR):
+        (<vf*>(c + i*ldc))[0] = sums[i][0]
+        (<vf*>(c + i*ldc))[1] = sums[i][1]
+
+
+cdef void multiply_tile(idx rows, idx cols, idx depth, const float* a, idx row, idx step, const float* b,
+                  idx ldb, float* c, idx ldc, bint add, idx first, idx last) noexcept nogil:
+    """c[rows, cols] (+)= a b in register tiles; the one at row i takes depth i+first to i+last only."""
+    cdef idx i = 0, j, low, high
+    while i < rows:
+        low = most(0, i + first)
+        high = least(depth, i + AR + last)
+        j = 0
+        while j < cols:
+            lane_tile(high - low, a + i*row + low*step, row, step, b + low*ldb + j, ldb,
+                          c + i*ldc + j, ldc, add)
+            j += AL
+        i += AR
+
+
+cdef inline idx seen(idx lane, idx keys, idx shift) noexcept nogil:
+    """How many keys of a tile any of the AL queries from `lane` on sees: query i sees i + shift and before."""
+    return most(0, least(keys, lane + AL + shift))
+
+
+cdef void scores(const float* k, idx ld, const float* qt, float* s, idx dim, idx queries, idx keys,
+                 idx shift) noexcept nogil:
+    """s[key][query] = k q^T where a query sees a key, whole register tiles of it."""
+    cdef idx j = 0
+    while j < queries:
+        multiply_tile(seen(j, keys, shift), AL, dim, k, ld, 1, qt + j, TILE, s + j, TILE, False, -FAR, FAR)
+        j += AL
+
+
+cdef void hide(float* s, float value, idx lane, idx keys, idx shift) noexcept nogil:
+    """s[key][query] = value for AL queries from `lane` on, where the key lies in the query's future."""
+    cdef idx j, key
+    for key in range(most(0, lane + shift + 1), keys):
+        for j in range(lane, least(lane + AL, key - shift)):
+            s[key*TILE + j] = value
+
+
+cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, idx keys,
+                       idx shift) noexcept nogil:
+    """Scores to weights exp(s - m); m, l: maximum and sum so far; fade: what earlier sums shrink by."""
+    cdef float top[AL]
+    cdef float sums[AL]
+    cdef float e
+    cdef float* x
+    cdef idx lane = 0, count, key, j
+    while lane < queries:
+        count = seen(lane, keys, shift)
+        hide(s, -INFINITY, lane, count, shift)
+        column_max(s + lane, count, m + lane, top)
+        for j in range(AL):
+            e = fexp(m[lane + j] - top[j])
+            fade[lane + j] = e
+            sums[j] = l[lane + j]*e
+            m[lane + j] = top[j]
+        for key in range(count):
+            x = s + key*TILE + lane
+            for j in range(AL):
+                e = fexp(x[j] - top[j])
+                x[j] = e
+                sums[j] += e
+        memcpy(l + lane, sums, sizeof(sums))
+        hide(s, 0, lane, keys, shift)           # keys not even scored here, but read by a row block
+        lane += AL
+
+
+cdef inline void column_max(const float* s, idx keys, const float* start, float* top) noexcept nogil:
+    """top[lane] = max of start[lane] and the keys' scores, a NaN skipped (the weights will show it)."""
+    cdef vf a = (<const vf*>start)[0], b = (<const vf*>start)[1]
+    cdef idx key
+    for key in range(keys):
+        a = vmax((<const vf*>(s + key*TILE))[0], a)
+        b = vmax((<const vf*>(s + key*TILE))[1], b)
+    (<vf*>top)[0] = a
+    (<vf*>top)[1] = b
+
+
+cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, const float* k, const float* v,
+                       float* room) noexcept nogil:
+    """o and L of at most TILE queries from q0 on, of one head."""
+    cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq, wide = a.wide
+    cdef idx end = least(a.sk, ahead + queries), k0 = 0, keys, shift, i, j
+    cdef idx tile = TILE*wide
+    cdef float* q = room
+    cdef float* qt = room + tile
+    cdef float* o = room + 2*tile
+    cdef float* s = room + 3*tile
+    cdef float* m = s + TILE*TILE
+    cdef float* l = m + TILE
+    cdef float* fade = l + TILE
+    stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale, q, TILE, wide)
+    flip(q, wide, qt)
+    for i in range(TILE):
+        m[i] = <float>-1e30                     # finite, so that m - m is no NaN where nothing is visible
+    memset(l, 0, TILE*sizeof(float))
+    memset(o, 0, tile*sizeof(float))
+    while k0 < end:
+        keys, shift = least(TILE, end - k0), ahead - k0
+        scores(k + k0*wide, wide, qt, s, a.dim, queries, keys, shift)
+        softmax_tile(s, m, l, fade, queries, keys, shift)
+        for i in range(queries):
+            if fade[i] != 1:                    # the later the tile, the rarer a new maximum
+                for j in range(wide):
+                    o[i*wide + j] *= fade[i]
+        multiply_tile(queries, wide, keys, s, 1, TILE, v + k0*wide, wide, o, wide, True, -FAR, shift)
+        k0 += TILE
+    for i in range(queries):
+        a.lse[(b*a.heads + h)*a.sq + q0 + i] = m[i] + logf(l[i])
+        l[i] = 0 if l[i] == 0 else 1/l[i]
+        for j in range(a.dim):
+            at(&a.o, b, q0 + i, h)[j] = o[i*wide + j]*l[i]
+
+
+cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, float* room) noexcept nogil:
+    """o and L of CHUNK tiles of queries from q0 on; k and v are staged once for all of them."""
+    cdef idx last = least(a.sq, q0 + CHUNK*TILE), g = h//(a.heads//a.kv_heads)
+    cdef idx keys = most(0, last + a.sk - a.sq), size = a.keys*a.wide
+    stage(at(&a.k, b, 0, g), a.k.position, keys, a.dim, 1, room, least(a.keys, keys + AR), a.wide)
+    stage(at(&a.v, b, 0, g), a.v.position, keys, a.dim, 1, room + size, keys, a.wide)
+    while q0 < last:
+        forward_tile(a, b, h, q0, room, room + size, room + 2*size)
+        q0 += TILE
+
+
+def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, float scale):
+    """o = softmax(scale q k^T) v, causal, and L = ln of the softmax's denominator, for backward.
+
+    dims: int64 B, Sq, Sk, H, KV, head_dim, then the strides (batch, position, head) of q, k, v, o in
+    elements; the last axis is contiguous.  lse [B, H, Sq].  Query head h reads kv head h // (H/KV).
+    A query that sees no key (Sq > Sk) gets o = 0 and L = -inf.
+    """
+    cdef Attention a
+    cdef size_t[4] address = [q, k, v, o]
+    describe(&a, <const int64_t*>dims, address, 4, <float*>lse, scale)
+    cdef idx chunks = (a.sq + CHUNK*TILE - 1)//(CHUNK*TILE), tasks = a.batch*a.heads*chunks, t
+    cdef idx size = 2*a.keys*a.wide + 3*TILE*a.wide + TILE*TILE + 3*TILE
+    cdef Buffer scratch = Buffer(THREADS*size*sizeof(float))
+    cdef float* room = <float*>scratch.address
+    with nogil, parallel(num_threads=team(a.batch*a.heads*a.sq*a.sk)):
+        for t in prange(tasks, schedule='dynamic'):     # late queries see the most: they go first
+            forward_chunk(&a, t//(chunks*a.heads), t//chunks % a.heads, (chunks - 1 - t % chunks)*CHUNK*TILE,
+                          room + threadid()*size)
+
+
+cdef void row_dots(const float* x, const float* y, idx width, float* z) noexcept nogil:
+    """z[row] = sum of x*y over the row, for TILE rows: lanes first, then the lanes in order."""
+    cdef float lanes[VL]
+    cdef vf sums
+    cdef idx i, j
+    for i in range(TILE):
+        sums = VZERO
+        for j in range(width//VL):
+            sums = sums + (<const vf*>(x + i*width))[j]*(<const vf*>(y + i*width))[j]
+        (<vf*>lanes)[0] = sums
+        z[i] = 0
+        for j in range(VL):
+            z[i] += lanes[j]
+
+
+cdef void weights_backward(float* p, float* ds, const float* lse, const float* delta, idx queries,
+                           idx keys, idx shift) noexcept nogil:
+    """In place: scores p to weights exp(p - L), and ds = do v^T to p*(ds - delta)."""
+    cdef float big[AL]
+    cdef float mean[AL]
+    cdef float* x
+    cdef float* y
+    cdef idx lane = 0, key, j
+    while lane < queries:
+        memcpy(big, lse + lane, sizeof(big))
+        memcpy(mean, delta + lane, sizeof(mean))
+        for key in range(seen(lane, keys, shift)):
+            x = p + key*TILE + lane
+            y = ds + key*TILE + lane
+            for j in range(AL):
+                x[j] = fexp(x[j] - big[j])
+                y[j] = x[j]*(y[j] - mean[j])
+        hide(p, 0, lane, keys, shift)
+        hide(ds, 0, lane, keys, shift)
+        lane += AL
+
+
+cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, const float* k, const float* v,
+                        float* dk, float* dv, float* room) noexcept nogil:
+    """dq of at most TILE queries from q0 on, of one head; what they give to dk and dv is added there."""
+    cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq, wide = a.wide
+    cdef idx end = (ahead + queries + AR - 1)//AR*AR     # whole register tiles: what is too much lies in the future
+    cdef idx k0 = 0, keys, shift, i, j
+    cdef idx tile = TILE*wide
+    cdef float* q = room
+    cdef float* qt = room + tile
+    cdef float* dy = room + 2*tile
+    cdef float* dyt = room + 3*tile
+    cdef float* dq = room + 4*tile
+    cdef float* p = room + 5*tile
+    cdef float* ds = p + TILE*TILE
+    cdef float* lse = ds + TILE*TILE
+    cdef float* delta = lse + TILE
+    stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale, q, TILE, wide)
+    stage(at(&a.dy, b, q0, h), a.dy.position, queries, a.dim, 1, dy, TILE, wide)
+    stage(at(&a.o, b, q0, h), a.o.position, queries, a.dim, 1, dq, TILE, wide)
+    stage(a.lse + (b*a.heads + h)*a.sq + q0, queries, 1, queries, 1, lse, 1, TILE)
+    row_dots(dy, dq, wide, delta)
+    flip(q, wide, qt)
+    flip(dy, wide, dyt)
+    memset(dq, 0, tile*sizeof(float))
+    while k0 < end:
+        keys, shift = least(TILE, end - k0), ahead - k0
+        scores(k + k0*wide, wide, qt, p, a.dim, queries, keys, shift)
+        scores(v + k0*wide, wide, dyt, ds, a.dim, queries, keys, shift)
+        weights_backward(p, ds, lse, delta, queries, keys, shift)
+        multiply_tile(keys, wide, queries, p, TILE, 1, dy, wide, dv + k0*wide, wide, True, -shift, FAR)
+        multiply_tile(keys, wide, queries, ds, TILE, 1, q, wide, dk + k0*wide, wide, True, -shift, FAR)
+        multiply_tile(queries, wide, keys, ds, 1, TILE, k + k0*wide, wide, dq, wide, True, -FAR, shift)
+        k0 += TILE
+    for i in range(queries):
+        for j in range(a.dim):
+            at(&a.dq, b, q0 + i, h)[j] = dq[i*wide + j]*a.scale
+
+
+cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept nogil:
+    """dq, dk, dv of one kv head: its query heads one after the other, each in order of its queries."""
+    cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, h, i, q0
+    cdef float* k = room
+    cdef float* v = room + size
+    cdef float* dk = room + 2*size
+    cdef float* dv = room + 3*size
+    stage(at(&a.k, b, 0, g), a.k.position, a.sk, a.dim, 1, k, a.keys, a.wide)
+    stage(at(&a.v, b, 0, g), a.v.position, a.sk, a.dim, 1, v, a.keys, a.wide)
+    memset(dk, 0, 2*size*sizeof(float))
+    for h in range(g*group, (g + 1)*group):
+        q0 = 0
+        while q0 < a.sq:
+            backward_tile(a, b, h, q0, k, v, dk, dv, room + 4*size)
+            q0 += TILE
+    for i in range(a.sk):
+        memcpy(at(&a.dk, b, i, g), dk + i*a.wide, a.dim*sizeof(float))
+        memcpy(at(&a.dv, b, i, g), dv + i*a.wide, a.dim*sizeof(float))
+
+
+def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dy, size_t dq,
+                       size_t dk, size_t dv, size_t dims, float scale):
+    """dq, dk, dv (overwritten) from dy, the gradient of o, and from what `attention` left in o and lse.
+
+    dims as for `attention`, with the strides of q, k, v, o, dy, dq, dk, dv.
+    """
+    cdef Attention a
+    cdef size_t[8] address = [q, k, v, o, dy, dq, dk, dv]
+    describe(&a, <const int64_t*>dims, address, 8, <float*>lse, scale)
+    cdef idx tasks = a.batch*a.kv_heads, t
+    cdef idx size = 4*a.keys*a.wide + 5*TILE*a.wide + 2*TILE*TILE + 2*TILE
+    cdef Buffer scratch = Buffer(THREADS*size*sizeof(float))
+    cdef float* room = <float*>scratch.address
+    with nogil, parallel(num_threads=team(a.batch*a.heads*a.sq*a.sk)):
+        for t in prange(tasks, schedule='dynamic'):
+            backward_head(&a, t//a.kv_heads, t % a.kv_heads, room + threadid()*size)
+# ---- 9. Optimizer --------------------------------------------------------------------------------
+
+cdef enum: SQUARES = 65536          # elements per partial sum of the global norm, whatever splits the arena
+
+
+cdef double square_sum(const float* x, idx n) noexcept nogil:
+    """Sum of squares in double, 16 running sums and a tree.
+
+    The square of an fp32 is exact in double, so fused or not the bits are the same in every build.
+    """
+    cdef double lane[16]
+    cdef idx i = 0
+    cdef int j
+    for j in range(16):
+        lane[j] = 0
+    while i + 16 <= n:
+        for j in range(16):
+            lane[j] += <double>x[i + j]*<double>x[i + j]
+        i += 16
+    for j in range(<int>(n - i)):
+        lane[j] += <double>x[i + j]*<double>x[i + j]
+    for j in range(8):
+        lane[j] += lane[j + 8]
+    for j in range(4):
+        lane[j] += lane[j + 4]
+    return (lane[0] + lane[2]) + (lane[1] + lane[3])
+
+
+def sumsq(size_t x, size_t out, idx n):
+    """out[b] (double) = sum of squares of block b of 65,536 elements, the last one shorter."""
+    cdef idx b
+    for b in prange(parts(n, SQUARES), nogil=True, schedule='dynamic', num_threads=team(n)):
+        (<double*>out)[b] = square_sum(<const float*>x + b*SQUARES, least(SQUARES, n - b*SQUARES))
+
+
+cdef void adamw_part(float* p, float* g, float* m, float* v, idx n, float scale, float blend1,
+                     float beta2, float blend2, float root, float eps, float keep,
+                     float minus_step) noexcept nogil:
+    """The formula of adamw() for one part."""
+    cdef float grad
+    cdef idx i
+    for i in range(n):
+        grad = g[i]*scale                           # enters products only: nothing to contract
+        m[i] = fmaf1(blend1, fmaf1(g[i], scale, -m[i]), m[i])
+        v[i] = fmaf1(blend2*grad, grad, beta2*v[i])
+        p[i] = fmaf1(minus_step, m[i]/(sqrtf(v[i])/root + eps), p[i]*keep)
+        g[i] = <float>0.0
+
+
+def adamw(size_t p, size_t g, size_t m, size_t v, idx n, lr, beta1, beta2, eps, weight_decay, bias1,
+          bias2, grad_scale):
+    """One step of AdamW (torch's) over n elements; g is zeroed.  bias1 = 1 - beta1^t, bias2 = 1 - beta2^t.
+
+        m = fma(1 - beta1, fma(g, grad_scale, -m), m)
+        v = fma((1 - beta2)*g', g', beta2*v)                  with g' = g*grad_scale
+        p = fma(-lr/bias1, m/(sqrt(v)/sqrt(bias2) + eps), p*(1 - lr*weight_decay))
+
+    in fp32, every operation above rounded once, so that a GPU can repeat it to the bit.  The arguments
+    are doubles; 1 - beta1, 1 - beta2, -lr/bias1, sqrt(bias2) and 1 - lr*weight_decay are formed in double
+    by Python, out of reach of a compiler that would fuse them, and rounded to fp32 once.
+    """
+    cdef float scale = grad_scale, blend1 = 1.0 - beta1, decay2 = beta2, blend2 = 1.0 - beta2
+    cdef float root = sqrt(bias2), tiny = eps, keep = 1.0 - lr*weight_decay, minus_step = -lr/bias1
+    cdef idx t, a
+    for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
+        a = t*PART
+        adamw_part(<float*>p + a, <float*>g + a, <float*>m + a, <float*>v + a, extent(t, n), scale,
+                   blend1, decay2, blend2, root, tiny, keep, minus_step)

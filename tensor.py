@@ -1,0 +1,911 @@
+"""tensor: arrays, the memory under them, and the one table of operations that every device implements.
+
+How it reads, top to bottom:
+
+1. The CPU core       which build of fast_cpu this machine can run, how many threads it gets
+2. Tensor             storage + offset + shape + strides + dtype + device; NumPy in and out
+3. The table          `@row` puts an operation on record: name, signature, dtypes, a benchmark shape
+4. Primitives         copies, arithmetic with broadcasting, products, activations, reductions, softmax
+5. The model's rows   embedding, norms, linear, RoPE, attention, SwiGLU, head with loss
+6. Training's rows    block sums, clipping, AdamW, Newton-Schulz, casts, dropout masks
+
+A row is a plain function on tensors that knows nothing of gradients: `autograd.py` builds the tape from
+rows, in which `x_backward` is a row like any other.  Rows allocate their results, except where an
+argument is called `out`; `acc=True` then means "add to what is there".  Rows accept any strides and
+copy where a kernel wants contiguous memory; the model's own calls never need that copy.
+
+Adding an operation: a kernel in fast_cpu.pyx, a row here, a forward + backward in autograd.py, a line in
+test_all.py.  README.md does it once, step by step.
+"""
+import array
+import ctypes
+import importlib.machinery
+import importlib.util
+import inspect
+import math
+import os
+import sysconfig
+import typing
+
+import numpy as np
+
+# ---- 1. The CPU core --------------------------------------------------------------------------------
+
+# Name of a build: the flags of /proc/cpuinfo that it was compiled for and needs, in rising order of speed.
+# setup.py reads this literal as text and compiles fast_cpu.pyx once for each entry.
+INSTRUCTION_SETS = {
+    "baseline": (),
+    "avx2": ("avx2", "fma", "f16c", "bmi2"),
+    "avx512": ("avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx512bf16": ("avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq",
+                   "avx512_bf16"),
+    "amx": ("avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq",
+            "avx512_bf16", "amx_tile", "amx_bf16"),
+}
+
+
+def cpu_flags():
+    """The instruction sets of this processor, by their names in /proc/cpuinfo; empty off x86 Linux."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            lines = [line for line in f if line.startswith("flags")]
+    except OSError:
+        return set()
+    return set(lines[0].split(":", 1)[1].split()) if lines else set()
+
+
+def runnable(name):
+    """Can this machine run the build `name`?  AMX also needs the kernel's leave (arch_prctl, tile data)."""
+    if not set(INSTRUCTION_SETS[name]) <= cpu_flags():
+        return False
+    if name == "amx":
+        request_permission, tile_data = 0x1023, 18
+        return ctypes.CDLL(None).syscall(158, request_permission, tile_data) == 0
+    return True
+
+
+def builds():
+    """{name: file} of the compiled cores that lie beside this file, in rising order."""
+    here, file = os.path.dirname(os.path.abspath(__file__)), "fast_cpu" + sysconfig.get_config_var("EXT_SUFFIX")
+    paths = {name: os.path.join(here, "isa", name, file) for name in INSTRUCTION_SETS}
+    return {name: path for name, path in paths.items() if os.path.exists(path)}
+
+
+def load_core():
+    """(name, module) of the fastest build that runs here, or of the one that XTRAIN_ISA names."""
+    # A team that waits for 10 ms by spinning answers in 1 us; asleep it takes 60.  The user's choice stands.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
+    there, forced = builds(), os.environ.get("XTRAIN_ISA")
+    if not there:
+        raise ImportError("xtrain's CPU core is not built: run 'pip install -e .' in its folder")
+    if forced and (forced not in there or not runnable(forced)):
+        usable = ", ".join(name for name in there if runnable(name))
+        raise ImportError(f"XTRAIN_ISA={forced}: not built or not for this processor; usable: {usable}")
+    name = forced or [name for name in there if runnable(name)][-1]
+    loader = importlib.machinery.ExtensionFileLoader("fast_cpu", there[name])
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("fast_cpu", loader))
+    loader.exec_module(module)
+    return name, module
+
+
+def cgroup_cores():
+    """The processor quota of this process's control group, in cores; inf without one."""
+    for quota, period in (("/sys/fs/cgroup/cpu.max", None),
+                          ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us")):
+        try:
+            words = open(quota).read().split() + (open(period).read().split() if period else [])
+            if words[0] not in ("max", "-1"):
+                return int(words[0])/int(words[1])
+        except (OSError, ValueError, IndexError):
+            continue
+    return math.inf
+
+
+def physical_cores():
+    """Physical cores that this process may use: hyper-threads share an FMA unit and would only get in the way."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    siblings = set()
+    for cpu in allowed:
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as f:
+                siblings.add(f.read())
+        except OSError:
+            siblings.add(str(cpu))
+    return max(1, int(min(len(siblings), cgroup_cores())))
+
+
+ISA, core = load_core()
+pool_stats, pool_trim = core.pool_stats, core.pool_trim
+threads = core.get_threads
+
+
+def set_threads(n=None):
+    """Use n threads; by default OMP_NUM_THREADS if set, else every physical core.  Results do not change."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    core.set_threads(n or (int(asked) if asked.isdigit() and int(asked) else physical_cores()))
+
+
+set_threads()
+
+
+# ---- 2. Tensor ----------------------------------------------------------------------------------------
+
+# NumPy's type and the bytes of each dtype.  bf16 is storage only (the upper half of an fp32).
+DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(np.uint16), "f64": np.dtype(np.float64),
+          "i64": np.dtype(np.int64), "i32": np.dtype(np.int32), "u8": np.dtype(np.uint8)}
+
+
+class Storage:
+    """A piece of memory with a version that every write from outside or by an optimizer raises: packed
+    weights and bf16 mirrors remember the version they were made from."""
+    __slots__ = ("buffer", "address", "device", "version")
+
+    def __init__(self, nbytes, device):
+        if device != "cpu":
+            raise ValueError(f"device {device!r}: this build of xtrain computes on 'cpu'")
+        self.buffer = core.Buffer(nbytes)
+        self.address, self.device, self.version = self.buffer.address, device, 0
+
+
+class Tensor:
+    """An n-dimensional view of a storage.
+
+    shape, strides (in elements, 0 repeats) and offset address it; dtype is a key of DTYPES.
+    `requires_grad`, `grad` (a Tensor of the same shape, or None), `node` and `index` belong to
+    autograd.py, which also gives this class its operators.
+    """
+    __slots__ = ("storage", "shape", "strides", "offset", "dtype", "requires_grad", "_grad", "node", "index")
+
+    def __init__(self, storage, shape, strides, offset=0, dtype="f32", requires_grad=False):
+        self.storage, self.shape, self.strides = storage, shape, strides
+        self.offset, self.dtype, self.requires_grad = offset, dtype, requires_grad
+        self._grad = self.node = None
+        self.index = 0
+
+    device = property(lambda self: self.storage.device)
+    ndim = property(lambda self: len(self.shape))
+    size = property(lambda self: math.prod(self.shape))
+    version = property(lambda self: self.storage.version)
+
+    @property
+    def ptr(self):
+        """The address of the first element."""
+        return self.storage.address + self.offset*DTYPES[self.dtype].itemsize
+
+    @property
+    def grad(self):
+        return self._grad
+
+    @grad.setter
+    def grad(self, value):
+        self._grad = value
+
+    def view(self, shape, strides=None, offset=None):
+        """Another view of the same storage; contiguous and from the same start unless said otherwise."""
+        strides = contiguous_strides(shape) if strides is None else strides
+        return Tensor(self.storage, tuple(shape), strides, self.offset if offset is None else offset, self.dtype)
+
+    def detach(self):
+        """The same elements, off the tape."""
+        return self.view(self.shape, self.strides)
+
+    @property
+    def contiguous(self):
+        """Is this a gapless row-major array?"""
+        return self.strides == contiguous_strides(self.shape)
+
+    def array(self):
+        """A NumPy array that shares this tensor's memory (bf16 as its bits, uint16)."""
+        dtype = DTYPES[self.dtype]
+        flat = np.frombuffer(self.storage.buffer, dtype)
+        return np.lib.stride_tricks.as_strided(flat[self.offset:], self.shape,
+                                               [s*dtype.itemsize for s in self.strides])
+
+    def numpy(self):
+        """A NumPy copy; bf16 comes as float32."""
+        source = cast(self, "f32") if self.dtype == "bf16" else self
+        return source.array().copy()
+
+    def item(self):
+        """The one element as a Python number; ValueError if there are more."""
+        return self.numpy().item()
+
+    def set_(self, values):
+        """Overwrite with an array of exactly this shape: the one way to write from outside."""
+        values = np.asarray(values)
+        if values.shape != self.shape:
+            raise ValueError(f"set_: a tensor of shape {self.shape} cannot take values of shape {values.shape}")
+        if self.dtype == "bf16":
+            values = cast(tensor(values.astype(np.float32)), "bf16").array()
+        self.array()[...] = values
+        self.storage.version += 1
+        return self
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError("a 0-d tensor has no length")
+        return self.shape[0]
+
+    def __repr__(self):
+        values = np.array2string(self.numpy(), precision=4, threshold=20, edgeitems=3)
+        return f"Tensor({values}, shape={self.shape}, {self.dtype}, {self.device})"
+
+    __hash__ = object.__hash__
+
+
+def contiguous_strides(shape):
+    """Row-major strides in elements: (2, 3, 4) -> (12, 4, 1)."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def empty(shape, dtype="f32", device="cpu"):
+    """A new contiguous tensor; its contents are undefined."""
+    shape = tuple(shape)
+    return Tensor(Storage(math.prod(shape)*DTYPES[dtype].itemsize, device), shape, contiguous_strides(shape),
+                  dtype=dtype)
+
+
+def zeros(shape, dtype="f32", device="cpu"):
+    """A new tensor of zeros."""
+    out = empty(shape, dtype, device)
+    out.array()[...] = 0
+    return out
+
+
+def tensor(values, device="cpu", requires_grad=False):
+    """Copy an array, list or number into a new tensor: floats become f32, integers i64 (int32 stays i32)."""
+    values = np.asarray(values)
+    if values.dtype.kind in "iub":
+        dtype = {np.dtype(np.int32): "i32", np.dtype(np.uint8): "u8"}.get(values.dtype, "i64")
+    elif values.dtype.kind == "f":
+        dtype = "f32"
+    else:
+        raise TypeError(f"tensor: an array of {values.dtype} is neither numbers nor booleans")
+    out = empty(values.shape, dtype, device)
+    out.array()[...] = values
+    out.requires_grad = requires_grad
+    return out
+
+
+def need(true, name, why, *tensors):
+    """Raise a ValueError that names the operation, what is wrong and the shapes, unless `true`."""
+    if not true:
+        shapes = " and ".join(str(t.shape) for t in tensors if t is not None)
+        raise ValueError(f"{name}: {why}: {shapes}")
+
+
+# ---- 3. The table -------------------------------------------------------------------------------------
+
+class Row:
+    """One operation: calling it runs the implementation of the device its tensors are on."""
+
+    def __init__(self, cpu, dtypes, bench):
+        self.name, self.doc, self.signature = cpu.__name__, cpu.__doc__, inspect.signature(cpu)
+        self.cpu, self.cuda, self.dtypes, self.bench = cpu, None, dtypes, bench
+        self.__doc__ = cpu.__doc__
+
+    def __call__(self, *args, **kwargs):
+        return self.cpu(*args, **kwargs)
+
+
+TABLE = {}
+
+
+def row(bench, dtypes=("f32",)):
+    """Decorator: enter a function into the table.  `bench` returns arguments of a typical size for it."""
+    def enter(cpu):
+        TABLE[cpu.__name__] = Row(cpu, dtypes, bench)
+        return TABLE[cpu.__name__]
+    return enter
+
+
+def sample(*shape):
+    """Random values of a shape, for the benchmark arguments of rows."""
+    return tensor(np.random.default_rng(0).standard_normal(shape, np.float32))
+
+
+def ids(*shape, below=1000):
+    """Random token ids of a shape, for the benchmark arguments of rows."""
+    return tensor(np.random.default_rng(0).integers(0, below, shape))
+
+
+def address(t):
+    """The address of a tensor, or 0 for None."""
+    return 0 if t is None else t.ptr
+
+
+def longs(*numbers):
+    """(array, address) of int64 numbers for a kernel; the array must outlive the call."""
+    packed = array.array("q", numbers)
+    return packed, packed.buffer_info()[0]
+
+
+def packed(t):
+    """The tensor itself if contiguous, else a contiguous copy."""
+    return t if t.contiguous else copy(t)
+
+
+def flat2(t):
+    """A contiguous [..., n] as [rows, n]."""
+    return t.view((t.size//t.shape[-1] if t.shape[-1] else 0, t.shape[-1]))
+
+
+# ---- 4. Primitives ------------------------------------------------------------------------------------
+
+@row(lambda: (sample(1024, 4096).view((4096, 1024), (1, 4096)),), dtypes=tuple(DTYPES))
+def copy(x, out=None):
+    """The elements of x, any strides, in a new contiguous tensor or in `out` (any strides, same shape)."""
+    out = empty(x.shape, x.dtype, x.device) if out is None else out
+    need(out.shape == x.shape, "copy", "shapes differ", x, out)
+    shape, sa = longs(*x.shape)
+    xs, xa = longs(*x.strides)
+    os_, oa = longs(*out.strides)
+    core.copy_strided(x.ptr, out.ptr, x.ndim, sa, xa, oa, DTYPES[x.dtype].itemsize)
+    return out
+
+
+def expand(x, shape, name):
+    """x broadcast to a shape by NumPy's rules, as a view with zero strides."""
+    lead = len(shape) - x.ndim
+    need(lead >= 0, name, f"cannot be broadcast to {tuple(shape)}", x)
+    strides = [0]*lead
+    for n, size, stride in zip(shape[lead:], x.shape, x.strides):
+        need(size in (1, n), name, f"cannot be broadcast to {tuple(shape)}", x)
+        strides.append(stride if size == n else 0)
+    return x.view(shape, tuple(strides))
+
+
+def broadcast(name, a, b):
+    """The common shape of two tensors; ValueError that names the operation and both shapes."""
+    try:
+        return np.broadcast_shapes(a.shape, b.shape)
+    except ValueError:
+        raise ValueError(f"{name}: shapes do not broadcast: {a.shape} and {b.shape}") from None
+
+
+def elementwise(name, kind, a, b):
+    """a (kind) b with broadcasting, in a new contiguous tensor."""
+    shape = broadcast(name, a, b)
+    for t in (a, b):
+        if t.dtype != "f32":
+            raise TypeError(f"{name}: wants f32, got {a.dtype} {a.shape} and {b.dtype} {b.shape}")
+    a, b, out = expand(a, shape, name), expand(b, shape, name), empty(shape, "f32", a.device)
+    dims, da = longs(*shape)
+    astrides, aa = longs(*a.strides)
+    bstrides, ba = longs(*b.strides)
+    core.binary(kind, a.ptr, b.ptr, out.ptr, len(shape), da, aa, ba)
+    return out
+
+
+@row(lambda: (sample(4096, 1024), sample(1024)))
+def add(a, b):
+    """a + b, broadcasting."""
+    return elementwise("add", core.ADD, a, b)
+
+
+@row(lambda: (sample(4096, 1024), sample(1024)))
+def sub(a, b):
+    """a - b, broadcasting."""
+    return elementwise("sub", core.SUB, a, b)
+
+
+@row(lambda: (sample(4096, 1024), sample(1024)))
+def mul(a, b):
+    """a * b, broadcasting."""
+    return elementwise("mul", core.MUL, a, b)
+
+
+@row(lambda: (sample(4096, 1024), sample(1024)))
+def div(a, b):
+    """a / b, broadcasting."""
+    return elementwise("div", core.DIV, a, b)
+
+
+@row(lambda: (sample(4096, 1024), sample(4096, 1024)))
+def accumulate(out, x):
+    """out += x, both of one shape and any strides."""
+    need(out.shape == x.shape, "accumulate", "shapes differ", out, x)
+    if out.contiguous:
+        x = packed(x)
+        core.axpy(1.0, x.ptr, out.ptr, x.size)
+    else:
+        copy(add(out, x), out)
+    return out
+
+
+@row(lambda: (sample(4096, 1024), 2.0))
+def scale(x, factor):
+    """x * factor for a Python number."""
+    x = packed(x)
+    out = empty(x.shape, "f32", x.device)
+    core.scale(factor, x.ptr, out.ptr, x.size)
+    return out
+
+
+@row(lambda: (sample(4096, 1024), 0.0))
+def fill(out, value):
+    """Every element of a contiguous f32 tensor := value."""
+    need(out.contiguous, "fill", "not contiguous", out)
+    core.fill(out.ptr, value, out.size)
+    return out
+
+
+def activation(kind, x):
+    x = packed(x)
+    out = empty(x.shape, "f32", x.device)
+    core.unary(kind, x.ptr, out.ptr, x.size)
+    return out
+
+
+def activation_backward(kind, dy, x):
+    dy, x = packed(dy), packed(x)
+    dx = empty(x.shape, "f32", x.device)
+    core.unary_backward(kind, x.ptr, dy.ptr, dx.ptr, x.size)
+    return dx
+
+
+@row(lambda: (sample(4096, 1024),))
+def silu(x):
+    """x * sigmoid(x)."""
+    return activation(core.SILU, x)
+
+
+@row(lambda: (sample(4096, 1024), sample(4096, 1024)))
+def silu_backward(dy, x):
+    """dy * sigmoid(x) * (1 + x * (1 - sigmoid(x)))."""
+    return activation_backward(core.SILU, dy, x)
+
+
+@row(lambda: (sample(4096, 1024),))
+def gelu(x):
+    """The tanh form, x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016)."""
+    return activation(core.GELU, x)
+
+
+@row(lambda: (sample(4096, 1024), sample(4096, 1024)))
+def gelu_backward(dy, x):
+    """dy * gelu'(x)."""
+    return activation_backward(core.GELU, dy, x)
+
+
+@row(lambda: (sample(4096, 1024),))
+def exp(x):
+    """e^x to 2 ulp; 0 below -87.3, inf above 88.7, NaN kept."""
+    return activation(core.EXP, x)
+
+
+@row(lambda: (sample(4096, 1024), sample(4096, 1024)))
+def exp_backward(dy, x):
+    """dy * e^x."""
+    return activation_backward(core.EXP, dy, x)
+
+
+@row(lambda: (sample(4096, 1024), (1,)))
+def sum(x, axes):
+    """The sum over a tuple of axes (non-negative, distinct), which disappear."""
+    kept = [i for i in range(x.ndim) if i not in axes]
+    order = kept + sorted(axes)
+    last = packed(x.view([x.shape[i] for i in order], tuple(x.strides[i] for i in order)))
+    out = empty([x.shape[i] for i in kept], "f32", x.device)
+    core.sum_rows(last.ptr, out.ptr, out.size, x.size//max(out.size, 1))
+    return out
+
+
+@row(lambda: (sample(4096, 1024),))
+def softmax(x):
+    """Over the last axis, the maximum subtracted."""
+    x = packed(x)
+    out = empty(x.shape, "f32", x.device)
+    core.softmax(x.ptr, out.ptr, x.size//x.shape[-1], x.shape[-1])
+    return out
+
+
+@row(lambda: (sample(4096, 1024), softmax(sample(4096, 1024))))
+def softmax_backward(dy, y):
+    """y * (dy - sum(dy * y)), from the result y."""
+    dy, y = packed(dy), packed(y)
+    dx = empty(y.shape, "f32", y.device)
+    core.softmax_backward(y.ptr, dy.ptr, dx.ptr, y.size//y.shape[-1], y.shape[-1])
+    return dx
+
+
+def operand(t):
+    """(tensor, leading dimension, transposed?) of a matrix view for the product; copied if it is neither."""
+    rows, cols = t.shape[-2:]
+    down, along = t.strides[-2:]
+    if along == 1 and (down >= cols or rows == 1):
+        return t, max(down, cols), False
+    if down == 1 and (along >= rows or cols == 1):
+        return t, max(along, rows), True
+    return copy(t), cols, False
+
+
+def starts(t, batch):
+    """Where each matrix of a batch starts, in elements from t.ptr: int64 [prod(batch)], broadcasting."""
+    strides = [0]*(len(batch) - t.ndim + 2) + [s if n > 1 else 0 for n, s in zip(t.shape[:-2], t.strides)]
+    at = np.zeros(batch, np.int64)
+    for axis, stride in enumerate(strides):
+        at += np.arange(batch[axis]).reshape([-1 if i == axis else 1 for i in range(len(batch))])*stride
+    return at.reshape(-1)
+
+
+@row(lambda: (sample(1024, 1024), sample(1024, 1024)))
+def matmul(a, b, out=None, acc=False):
+    """a [..., m, k] @ b [..., k, n] -> [..., m, n], batch axes broadcast, transposed views read in place.
+
+    `out` is a tensor to write to (acc: to add to), with rows contiguous.  C = op(A) op(B) covers a
+    product's own gradients: dA = dC B^T and dB = A^T dC.
+    """
+    need(a.ndim >= 2 and b.ndim >= 2 and a.shape[-1] == b.shape[-2], "matmul",
+         "wants [..., m, k] and [..., k, n], got", a, b)
+    try:
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        raise ValueError(f"matmul: batch axes do not broadcast: {a.shape} and {b.shape}") from None
+    m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
+    out = empty((*batch, m, n), "f32", a.device) if out is None else out
+    need(out.shape == (*batch, m, n), "matmul", f"the result is {(*batch, m, n)}, `out` has", out)
+    (a, lda, ta), (b, ldb, tb), ldc = operand(a), operand(b), out.strides[-2] if m > 1 else n
+    if math.prod(batch) == 1:
+        core.gemm(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc)
+    else:
+        at = np.stack([starts(t, batch) for t in (a, b, out)], 1)
+        core.gemm_batch(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc, len(at), at.ctypes.data)
+    return out
+
+
+@row(lambda: (sample(4096, 1000), ids(4096)))
+def cross_entropy(logits, targets):
+    """(loss 0-d f32, dlogits): the mean of logsumexp(row) - row[target] over targets >= 0, and its gradient."""
+    rows, cols = flat2(packed(logits)).shape
+    need(targets.size == rows, "cross_entropy", "wants [..., classes] and targets [...], got", logits, targets)
+    check_ids("cross_entropy", targets, cols, lowest=-1)
+    counted = max(1, int((targets.array() >= 0).sum()))
+    dlogits, losses = copy(logits), empty((rows,), "f64", logits.device)
+    core.cross_entropy(dlogits.ptr, cols, packed(targets).ptr, losses.ptr, rows, cols, 1.0/counted, 1, cols)
+    return tensor(losses.array().sum()/counted), dlogits
+
+
+def check_ids(name, tokens, below, lowest=0):
+    """Token ids outside [lowest, below) are an IndexError, before they become a wild pointer."""
+    if tokens.dtype != "i64":
+        raise TypeError(f"{name}: wants i64 ids, got {tokens.dtype} {tokens.shape}")
+    if tokens.size and not (lowest <= tokens.array().min() and tokens.array().max() < below):
+        raise IndexError(f"{name}: ids must lie in [{lowest}, {below}), got {tokens.array().min()} to "
+                         f"{tokens.array().max()} in {tokens.shape}")
+
+
+# ---- 5. The model's rows ------------------------------------------------------------------------------
+
+@row(lambda: (ids(8, 512), sample(1000, 512)))
+def embed(tokens, w):
+    """w[tokens]: ids [...] and w [vocab, dim] -> [..., dim]."""
+    check_ids("embed", tokens, w.shape[0])
+    tokens, w = packed(tokens), packed(w)
+    out = empty((*tokens.shape, w.shape[1]), "f32", w.device)
+    core.embed(tokens.ptr, w.ptr, out.ptr, tokens.size, w.shape[1])
+    return out
+
+
+@row(lambda: (sample(4096, 512), ids(4096), argsort(ids(4096)), zeros((1000, 512))))
+def embed_backward(dy, tokens, order, out):
+    """out[token] += the rows of dy with that token, in `order` (the stable argsort of the tokens)."""
+    dy, tokens, order = packed(dy), packed(tokens), packed(order)
+    core.embed_backward(tokens.ptr, order.ptr, dy.ptr, out.ptr, tokens.size, out.shape[1])
+    return out
+
+
+def argsort(tokens):
+    """The stable argsort of the flattened ids; the loader hands it over with each batch."""
+    return tensor(np.argsort(tokens.array().reshape(-1), kind="stable"))
+
+
+@row(lambda: (sample(4096, 512), sample(4096, 512), sample(512)))
+def add_rmsnorm(x, residual, w, eps=1e-6):
+    """total = x + residual; y = total / sqrt(mean(total^2) + eps) * w (Zhang and Sennrich, 2019).
+
+    x, residual [..., dim] (residual may be None: total is then x itself), w [dim] -> total, y, and
+    rstd [rows] for the backward.
+    """
+    need(w.shape == x.shape[-1:], "add_rmsnorm", "wants [..., dim] and a weight [dim], got", x, w)
+    need(residual is None or residual.shape == x.shape, "add_rmsnorm", "shapes differ", x, residual)
+    x, w = packed(x), packed(w)
+    rows, dim = flat2(x).shape
+    total = x if residual is None else empty(x.shape, "f32", x.device)
+    y, rstd = empty(x.shape, "f32", x.device), empty((rows,), "f32", x.device)
+    residual = None if residual is None else packed(residual)
+    core.add_rmsnorm(x.ptr, address(residual), w.ptr, 0 if residual is None else total.ptr, y.ptr, rstd.ptr, rows, dim, eps)
+    return total, y, rstd
+
+
+@row(lambda: (sample(4096, 512), None, sample(4096, 512), sample(512), sample(4096), zeros((4096, 512)), True,
+              zeros((512,))))
+def add_rmsnorm_backward(dy, dtotal, total, w, rstd, out, acc, dw):
+    """Into out: the gradient of `total` through the norm, plus dtotal (or None); dw (or None) += its own."""
+    dy, total, w = packed(dy), packed(total), packed(w)
+    dtotal = None if dtotal is None else packed(dtotal)
+    rows, dim = flat2(total).shape
+    core.add_rmsnorm_backward(dy.ptr, address(dtotal), total.ptr, w.ptr, rstd.ptr, out.ptr, acc, address(dw),
+                              rows, dim)
+    return out
+
+
+class Dropout(typing.NamedTuple):
+    """Which random words a dropout reads: Philox4x32-10 with key = seed, counter = (number of the sequence
+    in the whole run, site, element/4), word = element % 4, element = position*dim + channel (Salmon et
+    al., 2011).  An element is kept iff its word >= floor(p * 2^32).  Batch shape, rank and micro-step do
+    not enter, so every way of cutting up a run, and every recomputation, draws the same mask."""
+    p: float
+    seed: int
+    first_sequence: int     # number of row 0 of the batch in the whole run
+    site: int               # layer*4 + place in the layer
+
+    threshold = property(lambda self: int(self.p*2**32))
+    keep_scale = property(lambda self: 1.0/(1.0 - self.p))
+
+
+@row(lambda: (sample(8, 512, 512), sample(512, 512), sample(8, 512, 512), Dropout(0.1, 1, 0, 0)))
+def linear(x, w, residual=None, dropout=None):
+    """residual + dropout(x w^T): x [..., in], w [out, in], residual [..., out] -> [..., out].
+
+    Dropout and residual are applied while the product's block is in cache.  With dropout x is
+    [batch, seq, in].
+    """
+    need(w.ndim == 2 and x.ndim and x.shape[-1] == w.shape[1], "linear", "wants [..., in] and [out, in], got", x, w)
+    out = empty((*x.shape[:-1], w.shape[0]), "f32", x.device)
+    need(residual is None or residual.shape == out.shape, "linear", "product and residual differ", out, residual)
+    (w, ldw, tw), x2 = operand(w), flat2(packed(x))
+    extra = ()
+    if residual is not None or dropout is not None:
+        residual = None if residual is None else packed(residual)
+        drop = dropout or Dropout(0.0, 0, 0, 0)
+        extra = (address(residual), drop.threshold, drop.seed, drop.first_sequence, drop.site, x.shape[-2] if x.ndim > 1 else 1,
+                 drop.keep_scale)
+    core.gemm(x2.ptr, x2.shape[1], 0, w.ptr, ldw, not tw, out.ptr, w.shape[0], x2.shape[0], w.shape[0],
+              x2.shape[1], 0, *extra)
+    return out
+
+
+@row(lambda: (sample(8, 512, 512), Dropout(0.1, 1, 0, 0)))
+def dropout(x, how):
+    """x * mask / (1 - p) for x [batch, seq, dim] and a `Dropout`; its own backward, applied to dy."""
+    need(x.ndim == 3, "dropout", "wants [batch, seq, dim], got", x)
+    x = packed(x)
+    out = empty(x.shape, "f32", x.device)
+    core.dropout(x.ptr, out.ptr, *x.shape, how.first_sequence, how.site, how.seed, how.threshold, how.keep_scale)
+    return out
+
+
+@row(lambda: (sample(8, 512, 16*32), sample(512, 16), sample(512, 16), 8, 4, sample(32), sample(32)))
+def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, eps=1e-6):
+    """Per head RMSNorm of q and k (if weights are given), then rotary position embedding (Su et al., 2021).
+
+    qkv [batch, seq, (heads + 2 kv_heads) * head_dim]; cos, sin [seq, head_dim/2]; weights [head_dim].
+    Channel i turns with channel i + head_dim/2, as in Hugging Face's files.  -> (out
+    [batch, seq, heads + 2 kv_heads, head_dim], the v part copied; rstd [rows, heads + kv_heads] or None).
+    """
+    parts = heads + 2*kv_heads
+    need(qkv.ndim == 3 and qkv.shape[2] % parts == 0, "qk_norm_rope",
+         f"wants [batch, seq, {parts}*head_dim] for {heads} + 2*{kv_heads} heads, got", qkv)
+    B, S, width = qkv.shape
+    head_dim = width//parts
+    need(cos.shape == sin.shape == (S, head_dim//2) and head_dim % 2 == 0, "qk_norm_rope",
+         "cos and sin want [seq, head_dim/2] for", cos, qkv)
+    qkv, cos, sin = packed(qkv), packed(cos), packed(sin)
+    out = empty((B, S, parts, head_dim), "f32", qkv.device)
+    rstd = None if q_weight is None else empty((B*S, heads + kv_heads), "f32", qkv.device)
+    core.qk_norm_rope(qkv.ptr, out.ptr, address(q_weight), address(k_weight), cos.ptr, sin.ptr, address(rstd),
+                      B*S, S, heads, kv_heads, head_dim, eps)
+    return out, rstd
+
+
+@row(lambda: (sample(8, 512, 16, 32), sample(8, 512, 16*32), cos_sin(512, 32)[0], cos_sin(512, 32)[1], 8, 4,
+              sample(32), sample(32), sample(4096, 12), zeros((32,)), zeros((32,))))
+def qk_norm_rope_backward(dout, qkv, cos, sin, heads, kv_heads, q_weight, k_weight, rstd, dq_weight, dk_weight):
+    """Turn dout [batch, seq, heads + 2 kv_heads, head_dim] into d(qkv), in place; weights' gradients are added."""
+    B, S, parts, head_dim = dout.shape
+    qkv, cos, sin = packed(qkv), packed(cos), packed(sin)
+    core.qk_norm_rope_backward(dout.ptr, qkv.ptr, address(q_weight), address(k_weight), address(dq_weight),
+                               address(dk_weight), cos.ptr, sin.ptr, address(rstd), B*S, S, heads, kv_heads, head_dim)
+    return dout
+
+
+def cos_sin(seq, head_dim, theta=10000.0, start=0, device="cpu"):
+    """RoPE's tables [seq, head_dim/2] of positions start, start + 1, ...: computed in fp64, used in fp32."""
+    frequency = theta**(-np.arange(0, head_dim, 2, dtype=np.float64)/head_dim)
+    angle = np.outer(np.arange(start, start + seq, dtype=np.float64), frequency)
+    return tensor(np.cos(angle), device), tensor(np.sin(angle), device)
+
+
+def head_layout(name, q, k, v, *more):
+    """(dims array, its address) for the attention kernels; heads may be slices of one fused tensor."""
+    B, Sq, H, D = q.shape
+    need(k.shape == v.shape and k.ndim == 4 and k.shape[0] == B and k.shape[3] == D, name, "q, k and v differ", q, k, v)
+    need(H % k.shape[2] == 0, name, "q heads are not a multiple of kv heads", q, k)
+    need(k.shape[1] >= Sq, name, "fewer keys than queries", q, k)
+    strides = [s for t in (q, k, v, *more) for s in t.strides[:3]]
+    return longs(B, Sq, k.shape[1], H, k.shape[2], D, *strides)
+
+
+def lanes(t):
+    """The tensor, or a copy of it if the last axis is not contiguous."""
+    return t if t.strides[-1] == 1 else copy(t)
+
+
+@row(lambda: (sample(8, 512, 8, 64), sample(8, 512, 4, 64), sample(8, 512, 4, 64), 0.125))
+def attention(q, k, v, scale):
+    """Causal softmax(scale q k^T) v in tiles (FlashAttention-2; Dao, 2023); nothing of size seq x seq exists.
+
+    q [batch, Sq, heads, head_dim], k and v [batch, Sk, kv_heads, head_dim], Sk >= Sq: query i sees
+    keys 0 .. i + Sk - Sq.  -> (out, like q; L [batch, heads, Sq], the logsumexp of each row of scores).
+    """
+    need(q.ndim == 4, "attention", "wants q [batch, seq, heads, head_dim], got", q)
+    q, k, v = lanes(q), lanes(k), lanes(v)
+    B, S, H, D = q.shape
+    out, lse = empty(q.shape, "f32", q.device), empty((B, H, S), "f32", q.device)
+    dims, at = head_layout("attention", q, k, v, out)
+    core.attention(q.ptr, k.ptr, v.ptr, out.ptr, lse.ptr, at, scale)
+    return out, lse
+
+
+@row(lambda: (sample(2, 512, 4, 64),)*5 + (sample(2, 4, 512), 0.125) + (zeros((2, 512, 4, 64)),)*3)
+def attention_backward(do, q, k, v, o, lse, scale, dq, dk, dv):
+    """dq, dk, dv := the gradients, recomputing the weights tile by tile from L; a group's sum in head order."""
+    do, q, k, v = lanes(do), lanes(q), lanes(k), lanes(v)
+    dims, at = head_layout("attention_backward", q, k, v, o, do, dq, dk, dv)
+    core.attention_backward(q.ptr, k.ptr, v.ptr, o.ptr, lse.ptr, do.ptr, dq.ptr, dk.ptr, dv.ptr, at, scale)
+    return dq, dk, dv
+
+
+@row(lambda: (sample(4096, 512), sample(2*1365, 512)))
+def gate_up_swiglu(x, w):
+    """silu(x gate^T) * (x up^T) for w [2*ffn, in] = gate rows, then up rows (Shazeer, 2020).
+
+    -> (h [..., ffn], gu [..., 2*ffn], kept for the backward).
+    """
+    need(w.ndim == 2 and w.shape[0] % 2 == 0 and x.shape[-1] == w.shape[1], "gate_up_swiglu",
+         "wants [..., in] and [2*ffn, in], got", x, w)
+    gu = linear(x, w)
+    h = empty((*x.shape[:-1], w.shape[0]//2), "f32", x.device)
+    core.swiglu(gu.ptr, h.ptr, gu.size//w.shape[0], w.shape[0]//2)
+    return h, gu
+
+
+@row(lambda: (sample(4096, 1365), sample(4096, 2*1365)))
+def swiglu_backward(dh, gu):
+    """gu := d(gu), in place, from dh [..., ffn] and gu [..., 2*ffn] = gate | up."""
+    dh = packed(dh)
+    core.swiglu_backward(gu.ptr, dh.ptr, dh.size//dh.shape[-1], dh.shape[-1])
+    return gu
+
+
+# Rows of logits that exist at a time: 2^23 elements are 32 MB, enough for the head's gradient (which is
+# read and written once a chunk) to be bound by arithmetic, not by memory.
+CHUNK_ELEMENTS = 1 << 23
+
+
+@row(lambda: (sample(2048, 256), sample(1024, 256), ids(2048), 2048, 1000))
+def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
+    """sum over targets >= 0 of (logsumexp(x w^T) - (x w^T)[target]) / denominator, 0-d f32, in chunks of rows.
+
+    x [rows, dim], w [physical vocabulary, dim] of which the first `vocab` rows count, targets i64
+    [rows].  With dx and dw, pairs (out, acc), the gradients times `weight` are written on the way: the
+    [rows, vocab] logits never exist.
+    """
+    check_ids("head_loss", targets, vocab, lowest=-1)
+    need(x.shape[1] == w.shape[1] and targets.size == x.shape[0], "head_loss",
+         "wants [rows, dim], [vocab, dim] and targets [rows], got", x, w, targets)
+    x, w, targets = packed(x), packed(w), packed(targets)
+    rows, padded = x.shape[0], w.shape[0]
+    step = min(rows, max(128, CHUNK_ELEMENTS//padded))
+    losses, logits = empty((rows,), "f64", x.device), empty((step, padded), "f32", x.device)
+    for start in range(0, rows, step):
+        n = min(step, rows - start)
+        part, chunk = x.view((n, x.shape[1]), offset=x.offset + start*x.shape[1]), logits.view((n, padded))
+        matmul(part, transposed(w), chunk)
+        core.cross_entropy(chunk.ptr, padded, targets.ptr + start*8, losses.ptr + start*8, n, vocab,
+                           weight/denominator, dx is not None or dw is not None, padded)
+        if dx is not None:
+            out, acc = dx
+            matmul(chunk, w, out.view(part.shape, offset=out.offset + start*x.shape[1]), acc)
+        if dw is not None:
+            out, acc = dw
+            matmul(transposed(chunk), part, out, acc or start > 0)
+    return tensor(losses.array().sum()/denominator)
+
+
+def transposed(t):
+    """The last two axes swapped, as a view."""
+    return t.view((*t.shape[:-2], t.shape[-1], t.shape[-2]), (*t.strides[:-2], t.strides[-1], t.strides[-2]))
+
+
+# ---- 6. Training's rows -------------------------------------------------------------------------------
+
+@row(lambda: (sample(1 << 22),))
+def sumsq(x):
+    """fp64 sums of squares of blocks of 65,536 elements: their sum, in order, does not depend on who computed which."""
+    x = packed(x)
+    out = empty((-(-x.size//65536),), "f64", x.device)
+    core.sumsq(x.ptr, out.ptr, x.size)
+    return out
+
+
+@row(lambda: (sumsq(sample(1 << 22)), 1.0, zeros((4,), "f64")))
+def grad_clip(blocks, limit, out):
+    """out f64 [4] := norm, factor min(1, limit/(norm + 1e-6)), 1 if finite else 0; [3] stays 1 once not finite.
+
+    torch's clip_grad_norm_; limit inf does not clip.  The norm stays on the device for `adamw`.
+    """
+    norm = math.sqrt(np.add.accumulate(blocks.array())[-1])
+    factor = min(1.0, limit/(norm + 1e-6)) if limit < math.inf else 1.0
+    finite = math.isfinite(norm)
+    out.array()[:] = norm, factor, finite, max(out.array()[3], not finite)
+    return out
+
+
+@row(lambda: (sample(1 << 20), sample(1 << 20), zeros((1 << 20,)), zeros((1 << 20,)),
+              tensor64([1e-3, 0.9, 0.95, 1e-8, 0.1, 0.1, 0.05]), tensor64([1.0, 1.0, 1.0, 0.0])))
+def adamw(p, g, m, v, hyper, clip):
+    """One AdamW step (Loshchilov and Hutter, 2019) as torch does it, in place; g := 0 as it is read.
+
+    hyper f64 [7]: lr, beta1, beta2, eps, weight decay, 1 - beta1^t, 1 - beta2^t; clip from `grad_clip`:
+    a gradient that is not finite leaves everything as it was.
+    """
+    lr, beta1, beta2, eps, decay, bias1, bias2 = hyper.array().tolist()
+    norm, factor, finite, _ = clip.array().tolist()
+    if finite:
+        core.adamw(p.ptr, g.ptr, m.ptr, v.ptr, p.size, lr, beta1, beta2, eps, decay, bias1, bias2, factor)
+        p.storage.version += 1
+    return p
+
+
+def tensor64(values, device="cpu"):
+    """Numbers as f64, for settings that a kernel reads."""
+    out = empty((len(values),), "f64", device)
+    out.array()[:] = values
+    return out
+
+
+@row(lambda: (sample(256, 512), 5))
+def newton_schulz(x, steps=5):
+    """x [rows, cols] -> nearly orthogonal: singular values pushed towards 1 (Muon; Jordan et al., 2024).
+
+    X := G/|G|, then `steps` times X := 3.4445 X + (-4.7750 A + 2.0315 A A) X with A = X X^T, on the
+    wide orientation so that A is the smaller square.
+    """
+    need(x.ndim == 2, "newton_schulz", "wants a matrix, got", x)
+    tall = x.shape[0] > x.shape[1]
+    norm = math.sqrt(np.add.accumulate(sumsq(x).array())[-1])
+    x = scale(transposed(x) if tall else x, 1.0/(norm + 1e-7))
+    for _ in range(steps):
+        a = matmul(x, transposed(x))
+        b = accumulate(scale(a, -4.7750), scale(matmul(a, a), 2.0315))
+        x = accumulate(scale(x, 3.4445), matmul(b, x))
+    return copy(transposed(x)) if tall else x
+
+
+@row(lambda: (sample(4096, 1024), "bf16"), dtypes=("f32", "bf16"))
+def cast(x, dtype):
+    """f32 -> bf16 rounds to nearest even (NaN stays NaN); bf16 -> f32 is exact."""
+    if x.dtype == dtype:
+        return x
+    if {x.dtype, dtype} != {"f32", "bf16"}:
+        raise TypeError(f"cast: {x.dtype} to {dtype}: only f32 and bf16 convert")
+    x = packed(x)
+    out = empty(x.shape, dtype, x.device)
+    (core.cast_bf16 if dtype == "bf16" else core.cast_f32)(x.ptr, out.ptr, x.size)
+    return out
+
+
+@row(lambda: ((8, 512, 512), Dropout(0.1, 1, 0, 0)), dtypes=("u8",))
+def philox_mask(shape, how):
+    """The mask of a `Dropout` over [batch, seq, dim]: u8, 1 where kept."""
+    B, S, dim = shape
+    out = empty(shape, "u8")
+    core.philox_mask(out.ptr, B, how.first_sequence, S, dim, how.site, how.seed, how.threshold)
+    return out

@@ -1,0 +1,511 @@
+"""xtrain: the library.  A Qwen3-style decoder, its optimizer, its training step, and its files.
+
+How it reads, top to bottom:
+
+1. Config and presets   every size of a model, checked in one place
+2. Arena                all parameters in one flat buffer; Hugging Face's names are views of it
+3. Decoder              embedding, blocks, head; loss and logits
+4. Optimizer            AdamW over the arena, learning-rate schedule
+5. Step                 the one way to train: micro-steps, then an update
+6. Files                config.json + model.safetensors, as transformers reads and writes them
+
+    model = xtrain.Decoder(xtrain.Config(dim=64, layers=2, heads=4, kv_heads=2, vocab_size=211))
+    step = xtrain.Step(model, xtrain.AdamW(model, lr=3e-4))
+    step.micro(tokens, targets)             # int arrays [batch, seq]; adds to the gradients
+    loss, grad_norm = step.update(lr=3e-4)  # one optimizer step; clears them
+    xtrain.save_pretrained(model, "folder")
+"""
+import dataclasses
+import json
+import math
+import os
+import typing
+
+import numpy as np
+import safetensors.numpy
+
+import autograd as A
+import tensor as T
+from tensor import Dropout, Tensor
+
+# ---- 1. Config and presets ----------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class Config:
+    """The sizes and switches of a decoder.  The defaults are a model that suits a laptop."""
+    vocab_size: int = 50257         # logical; the arena rounds it up to 64 rows
+    dim: int = 256                  # width of the residual stream
+    layers: int = 6
+    heads: int = 8                  # query heads
+    kv_heads: int = None            # key and value heads; default heads (MHA), 1 is MQA
+    head_dim: int = None            # default dim / heads; even, at most 256
+    ffn: int = None                 # width of SwiGLU; default 8/3 dim, up to a multiple of 64
+    tie_embeddings: bool = False    # one tensor for embedding and head
+    qk_norm: bool = True            # RMSNorm on each q and k head: Qwen3's layout; without it Llama's
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    dropout: float = 0.0            # on the two residual branches, in [0, 1)
+    max_seq: int = 1024             # written to config.json; RoPE itself has no limit
+    flash: bool = True              # attention in tiles; False composes it from products and a softmax
+    recompute: bool = False         # keep one tensor a block and run the block again in the backward
+
+    def __post_init__(self):
+        for name in ("vocab_size", "dim", "layers", "heads", "max_seq"):
+            self.positive(name)
+        self.kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        self.positive("kv_heads")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.head_dim is None:
+            if self.dim % self.heads:
+                raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}; give head_dim")
+            self.head_dim = self.dim//self.heads
+        self.ffn = round_up(8*self.dim//3) if self.ffn is None else self.ffn
+        self.positive("head_dim")
+        self.positive("ffn")
+        if self.head_dim % 2 or self.head_dim > 256:
+            raise ValueError(f"head_dim={self.head_dim} must be even and at most 256 (RoPE turns pairs)")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+        if not (self.rope_theta > 0 and self.norm_eps > 0):
+            raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be positive")
+
+    def positive(self, name):
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive whole number")
+
+    def flops_per_token(self, seq):
+        """FLOPs of forward + backward: 6 * (weights of all products) + 6 * layers * heads * head_dim * seq."""
+        block = self.dim*(2*self.heads + 2*self.kv_heads)*self.head_dim + 3*self.dim*self.ffn
+        return 6*(self.layers*block + self.vocab_size*self.dim) + 6*self.layers*self.heads*self.head_dim*seq
+
+
+def round_up(n, multiple=64):
+    return -(-n//multiple)*multiple
+
+
+def sizes(dim, layers, heads, head_dim, ffn, **more):
+    return {"dim": dim, "layers": layers, "heads": heads, "head_dim": head_dim, "ffn": ffn, **more}
+
+
+# Arguments of Config by name; v0 to v8 grow from 41 thousand to 226 million core parameters.
+PRESETS = {
+    "laptop": {},
+    "v0": sizes(32, 4, 2, 16, 64),
+    "v1": sizes(256, 8, 8, 32, 1024),
+    "v2": sizes(384, 12, 12, 32, 1536),
+    "v3": sizes(512, 16, 16, 32, 2048),
+    **{f"v{i}": sizes(768, 18, 24, 32, 2048) for i in (4, 5, 6, 7)},
+    "v8": sizes(1024, 18, 32, 32, 2730),
+    "gpt2": sizes(768, 12, 12, 64, 2048),
+    "qwen3-0.6b": sizes(1024, 28, 16, 128, 3072, kv_heads=8, vocab_size=151936, tie_embeddings=True,
+                        rope_theta=1e6, max_seq=40960),
+}
+
+
+# ---- 2. Arena -----------------------------------------------------------------------------------------
+
+class Matrix(typing.NamedTuple):
+    """One stored tensor of the arena: its physical shape, and the Hugging Face tensors that lie in it.
+
+    `parts` maps a name to (first row, logical shape); rows and columns beyond are padding, always zero.
+    """
+    shape: tuple
+    parts: dict
+
+
+def layout(c):
+    """{physical name: Matrix} in the arena's order: embedding, head | layer matrices | norm vectors."""
+    vocab, ffn, q, kv = round_up(c.vocab_size), round_up(c.ffn), c.heads*c.head_dim, c.kv_heads*c.head_dim
+    one = lambda name, physical, logical: Matrix(physical, {name: (0, logical)})
+    matrices = {"embed": one("model.embed_tokens.weight", (vocab, c.dim), (c.vocab_size, c.dim))}
+    vectors = {}
+    if not c.tie_embeddings:
+        matrices["head"] = one("lm_head.weight", (vocab, c.dim), (c.vocab_size, c.dim))
+    for i in range(c.layers):
+        at, attn, mlp = f"model.layers.{i}.", f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        matrices[f"{i}.qkv"] = Matrix((q + 2*kv, c.dim), {
+            attn + "q_proj.weight": (0, (q, c.dim)), attn + "k_proj.weight": (q, (kv, c.dim)),
+            attn + "v_proj.weight": (q + kv, (kv, c.dim))})
+        matrices[f"{i}.o"] = one(attn + "o_proj.weight", (c.dim, q), (c.dim, q))
+        matrices[f"{i}.gate_up"] = Matrix((2*ffn, c.dim), {
+            mlp + "gate_proj.weight": (0, (c.ffn, c.dim)), mlp + "up_proj.weight": (ffn, (c.ffn, c.dim))})
+        matrices[f"{i}.down"] = one(mlp + "down_proj.weight", (c.dim, ffn), (c.dim, c.ffn))
+        vectors[f"{i}.norm1"] = one(at + "input_layernorm.weight", (c.dim,), (c.dim,))
+        vectors[f"{i}.norm2"] = one(at + "post_attention_layernorm.weight", (c.dim,), (c.dim,))
+        if c.qk_norm:
+            vectors[f"{i}.q_norm"] = one(attn + "q_norm.weight", (c.head_dim,), (c.head_dim,))
+            vectors[f"{i}.k_norm"] = one(attn + "k_norm.weight", (c.head_dim,), (c.head_dim,))
+    vectors["norm"] = one("model.norm.weight", (c.dim,), (c.dim,))
+    return matrices | vectors
+
+
+class Parameter(Tensor):
+    """A view of the arena whose `grad` is the same view of the gradient arena."""
+    __slots__ = ("arena",)
+
+    def __init__(self, arena, shape, strides, offset):
+        super().__init__(arena.weights.storage, shape, strides, offset, requires_grad=True)
+        self.arena = arena
+
+    @property
+    def grad(self):
+        return self.arena.grads.view(self.shape, self.strides, self.offset)
+
+
+class Arena:
+    """All parameters in one flat f32 tensor, each from a multiple of 128 elements; zero in between.
+
+    weights, and made when first asked for: grads, of the same shape.  `physical` are the tensors that
+    the model computes with, `named` the Hugging Face tensors; both are views.  `decayed` is the number
+    of elements, from the start, that weight decay applies to: the matrices.
+    """
+
+    def __init__(self, config, device):
+        self.physical, self.named, self.decayed, at, spots = {}, {}, 0, 0, {}
+        for name, matrix in layout(config).items():
+            spots[name] = at
+            at = round_up(at + math.prod(matrix.shape), 128)
+            if len(matrix.shape) == 2:
+                self.decayed = at
+        self.weights, self._grads = T.zeros((at,), device=device), None
+        for name, (shape, parts) in layout(config).items():
+            strides = T.contiguous_strides(shape)
+            self.physical[name] = Parameter(self, shape, strides, spots[name])
+            for part, (row, logical) in parts.items():
+                self.named[part] = Parameter(self, logical, strides, spots[name] + row*strides[0])
+
+    @property
+    def grads(self):
+        if self._grads is None:
+            self._grads = T.zeros(self.weights.shape, device=self.weights.device)
+        return self._grads
+
+
+# ---- 3. Decoder ---------------------------------------------------------------------------------------
+
+class Decoder:
+    """A decoder-only transformer in Qwen3's form (Llama's without qk_norm).
+
+    Pre-norm blocks of grouped-query attention with RoPE and of SwiGLU, RMSNorm everywhere, no biases.
+    Matrices start as N(0, 0.02^2), those that write to the residual stream (o_proj, down_proj) as
+    N(0, 0.02^2 / (2 layers)) (GPT-2's rule), norms as 1; drawn on the host, by name in file order, from `seed`.
+    `seed` also keys the dropout masks.
+    """
+
+    def __init__(self, config, device="cpu", dtype="f32", seed=0):
+        if dtype != "f32":
+            raise ValueError(f"dtype {dtype!r}: this build of xtrain computes in 'f32'")
+        self.config, self.device, self.dtype, self.seed, self.training = config, device, dtype, seed, True
+        self.arena = Arena(config, device)
+        self.tables = None
+        rng = np.random.default_rng(seed)
+        for name, p in self.arena.named.items():
+            if p.ndim == 1:
+                p.set_(np.ones(p.shape, np.float32))
+                continue
+            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02/math.sqrt(2*config.layers) if into_residual else 0.02
+            p.set_(rng.standard_normal(p.shape, np.float32)*np.float32(std))
+
+    def parameters(self):
+        """{Hugging Face name: Tensor}, each stored tensor once, in the shapes of the files."""
+        return dict(self.arena.named)
+
+    @property
+    def total_params(self):
+        """Parameters, padding not counted."""
+        return sum(p.size for p in self.arena.named.values())
+
+    @property
+    def core_params(self):
+        """Parameters without embedding and head."""
+        return self.total_params - sum(self.arena.named[n].size for n in
+                                       ("model.embed_tokens.weight", "lm_head.weight") if n in self.arena.named)
+
+    def train(self, on=True):
+        """Dropout on (or off)."""
+        self.training = on
+        return self
+
+    def eval(self):
+        """Dropout off."""
+        return self.train(False)
+
+    def zero_grad(self):
+        """All gradients := 0."""
+        T.fill(self.arena.grads, 0.0)
+
+    def rope(self, seq):
+        """cos and sin [seq, head_dim/2]; the tables grow by doubling and are kept."""
+        if self.tables is None or self.tables[0].shape[0] < seq:
+            length = 1 << (seq - 1).bit_length()
+            self.tables = T.cos_sin(length, self.config.head_dim, self.config.rope_theta, device=self.device)
+        return [t.view((seq, t.shape[1])) for t in self.tables]
+
+    def block(self, i, first_sequence):
+        """Layer i as a function of the residual stream alone: what recompute runs again."""
+        c, w = self.config, self.arena.physical
+        cos_sin, dropout = self.rope, c.dropout if self.training else 0.0
+
+        def run(x):
+            B, S, _ = x.shape
+            site = lambda place: Dropout(dropout, self.seed, first_sequence, 4*i + place)
+            y = A.add_rmsnorm(x, None, w[f"{i}.norm1"], c.norm_eps)
+            qkv = A.linear(y, w[f"{i}.qkv"])
+            q, k, v = A.qk_norm_rope(qkv, *cos_sin(S), c.heads, c.kv_heads, w.get(f"{i}.q_norm"),
+                                     w.get(f"{i}.k_norm"), c.norm_eps)
+            a = A.attention(q, k, v, c.flash).reshape(B, S, c.heads*c.head_dim)
+            x = A.linear(a, w[f"{i}.o"], residual=x, dropout=site(0))
+            y = A.add_rmsnorm(x, None, w[f"{i}.norm2"], c.norm_eps)
+            h = A.gate_up_swiglu(y, w[f"{i}.gate_up"])
+            return A.linear(h, w[f"{i}.down"], residual=x, dropout=site(1))
+
+        return run
+
+    def hidden(self, tokens, order=None, first_sequence=0):
+        """The normed residual stream [batch, seq, dim] after the last block; tokens i64 [batch, seq]."""
+        w = self.arena.physical
+        x = A.embed(tokens, w["embed"], order)
+        for i in range(self.config.layers):
+            run = self.block(i, first_sequence)
+            x = A.recompute(run, x) if self.config.recompute else run(x)
+        return A.add_rmsnorm(x, None, w["norm"], self.config.norm_eps)
+
+    def head(self):
+        w = self.arena.physical
+        return w.get("head", w["embed"])
+
+    def __call__(self, tokens):
+        """Logits [batch, seq, vocab_size] of tokens [batch, seq]."""
+        tokens = self.ids("tokens", tokens)
+        return A.linear(self.hidden(tokens), self.head())[..., :self.config.vocab_size]
+
+    def loss(self, tokens, targets, order=None, first_sequence=0, denominator=None, now=False):
+        """Mean cross-entropy over counted targets, a 0-d tensor: call backward() on it.
+
+        tokens, targets: ints [batch, seq]; targets of -1 are not counted.  order: the stable argsort of
+        the flattened tokens (computed if not given).  first_sequence: number of row 0 in the whole run,
+        which dropout masks depend on.  denominator: counted targets of the whole global batch, if this
+        is a part of one.  now: gradients of the head along with the loss (see autograd.head_loss).
+        """
+        tokens, targets = self.ids("tokens", tokens), self.ids("targets", targets)
+        if tokens.shape != targets.shape:
+            raise ValueError(f"loss: tokens {tokens.shape} and targets {targets.shape} differ")
+        order = T.tensor(order) if order is not None and not isinstance(order, Tensor) else order
+        x = self.hidden(tokens, order, first_sequence)
+        return A.head_loss(x, self.head(), targets, denominator, self.config.vocab_size, now)
+
+    def ids(self, name, values):
+        """Ints [batch, seq] as an i64 tensor."""
+        t = values if isinstance(values, Tensor) else T.tensor(np.asarray(values, dtype=np.int64))
+        if t.ndim != 2 or not t.size:
+            raise ValueError(f"{name}: wants a non-empty [batch, seq], got {t.shape}")
+        return t
+
+
+# ---- 4. Optimizer -------------------------------------------------------------------------------------
+
+class AdamW:
+    """AdamW with torch's arithmetic, over the arena: decay on matrices, none on vectors.
+
+    grad_clip scales all gradients by min(1, grad_clip/(norm + 1e-6)); None does not clip.  A norm that
+    is not finite leaves weights and moments as they were and sets `nonfinite`, which stays set.
+    """
+
+    def __init__(self, model, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=None):
+        self.arena, self.lr, self.betas, self.eps, self.weight_decay = model.arena, lr, betas, eps, weight_decay
+        self.grad_clip = math.inf if grad_clip is None else grad_clip
+        self.m, self.v = (T.zeros(self.arena.weights.shape, device=model.device) for _ in range(2))
+        self.clip, self.steps = T.zeros((4,), "f64", model.device), 0
+
+    @property
+    def nonfinite(self):
+        """Has any gradient norm been infinite or NaN?"""
+        return bool(self.clip.array()[3])
+
+    def step(self, lr=None):
+        """Update the weights, clear the gradients, return the gradient norm (before clipping)."""
+        arena, t = self.arena, self.steps + 1
+        T.grad_clip(T.sumsq(arena.grads), self.grad_clip, self.clip)
+        beta1, beta2 = self.betas
+        for start, end, decay in ((0, arena.decayed, self.weight_decay), (arena.decayed, arena.weights.size, 0.0)):
+            cut = lambda t: t.view((end - start,), offset=start)
+            hyper = T.tensor64([self.lr if lr is None else lr, beta1, beta2, self.eps, decay,
+                                1 - beta1**t, 1 - beta2**t])
+            T.adamw(cut(arena.weights), cut(arena.grads), cut(self.m), cut(self.v), hyper, self.clip)
+        norm, _, finite, _ = self.clip.array().tolist()
+        self.steps = t if finite else self.steps
+        return norm
+
+    def zero_grad(self):
+        """All gradients := 0 (a step has done so already)."""
+        T.fill(self.arena.grads, 0.0)
+
+    def moments(self, flat):
+        """{Hugging Face name: view} of a flat moment."""
+        return {name: flat.view(p.shape, p.strides, p.offset) for name, p in self.arena.named.items()}
+
+    def state(self):
+        """{"m.<name>", "v.<name>": array}: with the weights and `steps`, all that continuing needs."""
+        return {f"{k}.{name}": t.numpy() for k, flat in (("m", self.m), ("v", self.v))
+                for name, t in self.moments(flat).items()}
+
+    def load_state(self, state, steps):
+        """Take over the arrays of `state()` and the number of updates made; a missing one is a KeyError."""
+        for k, flat in (("m", self.m), ("v", self.v)):
+            for name, t in self.moments(flat).items():
+                t.set_(state[f"{k}.{name}"])
+        self.steps = steps
+
+
+def cosine(step, steps, lr, min_lr=0.0, warmup=0):
+    """The learning rate of update `step` (1 .. steps): lr*step/warmup up to the warm-up's end, then half a
+    cosine down to min_lr at the last step."""
+    if step <= warmup:
+        return lr*step/warmup
+    progress = (step - warmup)/max(1, steps - warmup)
+    return min_lr + 0.5*(lr - min_lr)*(1 + math.cos(math.pi*min(1.0, progress)))
+
+
+# ---- 5. Step ------------------------------------------------------------------------------------------
+
+class Step:
+    """The one way to train: any number of micro-steps, which add gradients, then an update.
+
+    comm, if given, joins several processes: comm.all_reduce(tensor) replaces a tensor by its sum over all.
+    """
+
+    def __init__(self, model, optimizer, comm=None):
+        self.model, self.optimizer, self.comm, self.loss = model, optimizer, comm, 0.0
+
+    def micro(self, tokens, targets, order=None, first_sequence=0, counted=None):
+        """Forward and backward of one micro-batch, ints [batch, seq].
+
+        counted: targets >= 0 in the whole global batch (all micro-steps, all ranks), known before the
+        step; by default this micro-batch is all of it.  Returns its part of the loss.
+        """
+        loss = self.model.loss(tokens, targets, order, first_sequence, counted, now=True)
+        loss.backward()
+        part = loss.item()
+        self.loss += part
+        return part
+
+    def update(self, lr=None):
+        """One optimizer step on what has been added up -> (loss of the global batch, gradient norm)."""
+        loss = T.tensor64([self.loss])
+        if self.comm is not None:
+            self.comm.all_reduce(self.model.arena.grads)
+            self.comm.all_reduce(loss)
+        self.loss = 0.0
+        return loss.array()[0].item(), self.optimizer.step(lr)
+
+
+# ---- 6. Files -----------------------------------------------------------------------------------------
+
+def config_json(c, dtype="float32"):
+    """A Config as the dict of Hugging Face's config.json: Qwen3, or Llama without QK-norm."""
+    kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False} \
+        if c.qk_norm else {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+    return kind | {
+        "vocab_size": c.vocab_size, "hidden_size": c.dim, "intermediate_size": c.ffn,
+        "num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim, "hidden_act": "silu", "rms_norm_eps": c.norm_eps,
+        "max_position_embeddings": c.max_seq, "tie_word_embeddings": c.tie_embeddings,
+        "rope_theta": c.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02, "dtype": dtype,
+        "torch_dtype": dtype}
+
+
+def config_from_json(j, folder="config.json"):
+    """A Config from config.json's dict; ValueError names the field that xtrain cannot do."""
+    kind = j.get("model_type")
+    rope = j.get("rope_parameters") or j.get("rope_scaling") or {}
+    for field, value, good in (("model_type", kind, ("qwen3", "llama")), ("hidden_act", j.get("hidden_act"), ("silu", None)),
+                               ("attention_bias", j.get("attention_bias"), (False, None)),
+                               ("mlp_bias", j.get("mlp_bias"), (False, None)),
+                               ("use_sliding_window", j.get("use_sliding_window"), (False, None)),
+                               ("rope type", rope.get("rope_type", rope.get("type")), ("default", None))):
+        if value not in good:
+            raise ValueError(f"{folder}: {field} {value!r} is not supported (only {good[0]!r}"
+                             f"{' or ' + repr(good[1]) if good[1] is not None else ''})")
+    missing = [k for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                           "num_attention_heads") if k not in j]
+    if missing:
+        raise ValueError(f"{folder}: {', '.join(missing)} missing")
+    return Config(
+        vocab_size=j["vocab_size"], dim=j["hidden_size"], layers=j["num_hidden_layers"],
+        heads=j["num_attention_heads"], kv_heads=j.get("num_key_value_heads"), head_dim=j.get("head_dim"),
+        ffn=j["intermediate_size"], tie_embeddings=j.get("tie_word_embeddings", False), qk_norm=kind == "qwen3",
+        rope_theta=rope.get("rope_theta") or j.get("rope_theta") or 10000.0, norm_eps=j.get("rms_norm_eps", 1e-6),
+        max_seq=j.get("max_position_embeddings", 1024))
+
+
+def save_pretrained(model, folder):
+    """Write config.json and model.safetensors (fp32), which transformers' from_pretrained opens."""
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "config.json"), "w") as f:
+        json.dump(config_json(model.config), f, indent=2)
+        f.write("\n")
+    # A single metadata key: with more, the writer orders them at random and equal states differ as files
+    arrays = {name: p.numpy() for name, p in model.parameters().items()}
+    safetensors.numpy.save_file(arrays, os.path.join(folder, "model.safetensors"), {"format": "pt"})
+
+
+def weight_files(folder):
+    """The safetensors files of a Hugging Face folder: one, or those that its index names."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if os.path.exists(index):
+        with open(index) as f:
+            return [os.path.join(folder, name) for name in sorted(set(json.load(f)["weight_map"].values()))]
+    return [os.path.join(folder, "model.safetensors")]
+
+
+def read_safetensors(path):
+    """Yield (name, array) of a safetensors file; bf16 and fp16 come as fp32.
+
+    Through deserialize, since safetensors' NumPy loader knows no bf16.
+    """
+    with open(path, "rb") as f:
+        raw = f.read()
+    try:
+        entries = safetensors.deserialize(raw)
+    except safetensors.SafetensorError as e:
+        raise ValueError(f"{path}: not a whole safetensors file ({e})") from None
+    kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
+    for name, entry in entries:
+        if entry["dtype"] not in kinds:
+            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, not one of {', '.join(kinds)}")
+        values = np.frombuffer(entry["data"], kinds[entry["dtype"]]).reshape(entry["shape"])
+        if entry["dtype"] == "BF16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        yield name, values.astype(np.float32)
+
+
+def load_pretrained(folder, device="cpu", dtype="f32"):
+    """A Decoder from a folder with config.json and safetensors: Qwen3 or Llama, no tokenizer needed.
+
+    ValueError names tensors that are missing, unexpected or of the wrong shape.
+    """
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path) as f:
+            config = config_from_json(json.load(f), path)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}: not JSON ({e})") from None
+    model = Decoder(config, device, dtype)
+    waiting = model.parameters()
+    for file in weight_files(folder):
+        for name, values in read_safetensors(file):
+            if name == "lm_head.weight" and config.tie_embeddings or name.endswith("rotary_emb.inv_freq"):
+                continue
+            if name not in waiting:
+                raise ValueError(f"{file}: unexpected tensor {name} for a {config.layers}-layer model of this config")
+            p = waiting.pop(name)
+            if values.shape != p.shape:
+                raise ValueError(f"{file}: {name} has shape {values.shape}, config.json wants {p.shape}")
+            p.set_(values)
+    if waiting:
+        raise ValueError(f"{folder}: {len(waiting)} tensors missing, the first is {next(iter(waiting))}")
+    return model.eval()
