@@ -1,4 +1,4 @@
-"""autograd: the tape.  Each differentiable operation is a forward and a backward over rows of the table.
+"""autograd: the tape.  An operation is a forward and a backward over rows of the table.
 
 How it reads, top to bottom:
 
@@ -8,18 +8,18 @@ How it reads, top to bottom:
 4. Model           the coarse operations that the decoder is made of
 5. Operators       + - * / @ [...] and methods, put on `Tensor`
 
-An operation calls rows on its inputs and ends in `record(out, inputs, backward)`.  `backward(g, *sinks)`
-gets the gradient of `out` and per input a `Sink`, or None where no gradient is wanted.  A sink takes
-gradients in one of two ways, so that nothing is cleared, copied or added up that need not be:
+An operation calls rows on its inputs and ends in `record(out, inputs, backward)`.  The function
+`backward(g, *sinks)` gets the gradient of `out` and for each input a `Sink`, or None where none is
+wanted.  A sink takes a gradient in one of two ways, so that nothing is cleared or copied in vain:
 
     sink.give(d)                   d is a gradient that the caller owns: kept if first, added if not
-    sink.fill(lambda out, acc: …)  for kernels that can add themselves: they write to (acc: add to) `out`
+    sink.fill(lambda out, acc: …)  for kernels that add themselves: write to `out`, add if acc
 
-Lifetime.  A node holds its inputs and, in the closure, saved buffers, but never its own output; the walk
-drops both as it passes.  So there are no reference cycles, memory returns to the pool the moment it is
-free, and a second walk over the same graph is an error.  Nodes are numbered as they are made: going
-through them from the highest number down visits every consumer before its producer.  Nothing here
-knows about devices.
+Lifetime.  A node holds its inputs and, in the closure, saved buffers, but never its own output; the
+walk drops both as it passes.  So there are no reference cycles, memory returns to the pool the
+moment it is free, and a second walk over the same graph is an error.  Nodes are numbered as they
+are made: going through them from the highest number down visits every consumer before its producer.
+Nothing here knows about devices.
 """
 import builtins
 import contextlib
@@ -32,17 +32,17 @@ import numpy as np
 import tensor as T
 from tensor import Dropout, Tensor
 
-# ---- 1. The tape --------------------------------------------------------------------------------------
+# ---- 1. The tape ---------------------------------------------------------------------------------
 
 _numbers = itertools.count()
 _recording = True
 
 
 class Node:
-    """One recorded operation: what it read, how to go back, and the gradients of its outputs so far.
+    """One recorded operation: its inputs, the way back, and the gradients of its outputs so far.
 
-    Outputs that are slices of one storage (q, k and v) have gradients that are slices of one storage
-    as well, so that a backward can treat them as the one tensor they came from.
+    Outputs that are slices of one storage (q, k and v) have gradients that are slices of one
+    storage as well, so that a backward can treat them as the one tensor they came from.
     """
     __slots__ = ("number", "inputs", "backward", "layouts", "shared", "base", "grads")
 
@@ -92,19 +92,22 @@ class Sink:
             t.node.grads[t.index] = d
 
     def room(self):
-        """Memory to write a gradient to, for kernels that overwrite; hand it to `give` afterwards."""
+        """Memory to write a gradient to, for kernels that overwrite; then hand it to `give`."""
         t = self.target
-        return T.empty(t.shape) if t.node is None or self.held is not None else t.node.room(t.index)
+        fresh = t.node is None or self.held is not None
+        return T.empty(t.shape) if fresh else t.node.room(t.index)
 
     def give(self, d):
-        """Take over d, which the caller owns and does not touch again; add it if there is one already."""
+        """Take over d, which the caller owns and will not touch again; add it to what is held."""
         held, node = self.held, self.target.node
         if held is not None:
             T.accumulate(held, d)
-        elif node is not None and node.shared and not (node.base is not None and d.storage is node.base.storage):
-            self.keep(T.copy(d, self.room()))
+        elif node is None or not node.shared:
+            self.keep(T.packed(d))
+        elif node.base is not None and d.storage is node.base.storage:
+            self.keep(d)                        # written in place, through `room`
         else:
-            self.keep(T.packed(d) if node is None or not node.shared else d)
+            self.keep(T.copy(d, self.room()))
 
     def lend(self, d):
         """Like `give` for a gradient that has been given to another sink or lives on."""
@@ -130,7 +133,7 @@ def tracked(t):
 
 
 def record(out, inputs, backward, always=False):
-    """Put `out` (a tensor or a tuple of tensors) on the tape, unless nothing asks for a gradient."""
+    """Put `out`, a tensor or a tuple of them, on the tape, if anything asks for a gradient."""
     if not _recording or not (always or any(tracked(t) for t in inputs)):
         return out
     outs = out if isinstance(out, tuple) else (out,)
@@ -145,27 +148,27 @@ def record(out, inputs, backward, always=False):
 def backward(out, gradient=None):
     """Add the gradient of `out` to the `grad` of every leaf with requires_grad that it depends on.
 
-    `gradient` (array or Tensor of out's shape) is where to start from; by default 1 for a single element.
+    `gradient` (array or Tensor of out's shape) is where to start; by default 1 for one element.
     """
     if out.node is None:
-        raise RuntimeError("backward: this tensor was not computed from anything that requires a gradient")
+        raise RuntimeError("backward: nothing that this tensor came from requires a gradient")
     if gradient is None:
-        T.need(out.size == 1, "backward", "a gradient must be given unless there is one element, not", out)
+        T.need(out.size == 1, "backward", "only one element needs no `gradient`, not", out)
         gradient = T.fill(T.empty(out.shape), 1.0)
     else:
-        gradient = T.copy(gradient) if isinstance(gradient, Tensor) else T.tensor(gradient)
+        gradient = T.copy(lift(gradient))
         T.need(gradient.shape == out.shape, "backward", "gradient and tensor differ", gradient, out)
     walk([(out, gradient)])
 
 
 def walk(starts):
-    """Go back from (tensor, its gradient or None) pairs, always to the node that was recorded last."""
+    """Go back from (tensor, its gradient or None) pairs, the node recorded last always first."""
     queue, queued = [], set()
 
     def enqueue(node):
         if node is not None and node not in queued:
             if node.backward is None:
-                raise RuntimeError("backward: this graph has been walked and freed; compute the loss again")
+                raise RuntimeError("backward: this graph was walked and freed; compute it again")
             queued.add(node)
             heapq.heappush(queue, (-node.number, node))
 
@@ -177,14 +180,15 @@ def walk(starts):
         node = heapq.heappop(queue)[1]
         inputs, step, grads = node.inputs, node.backward, node.gradients()
         node.inputs, node.backward, node.grads, node.base = (), None, [None]*len(grads), None
-        step(grads[0] if len(grads) == 1 else tuple(grads), *[Sink(t) if tracked(t) else None for t in inputs])
+        sinks = [Sink(t) if tracked(t) else None for t in inputs]
+        step(grads[0] if len(grads) == 1 else tuple(grads), *sinks)
         for t in inputs:
             if t is not None and t.node is not None and t.node.grads[t.index] is not None:
                 enqueue(t.node)
-        del inputs, step, grads
+        del inputs, step, grads, sinks      # or its buffers would outlive the next node
 
 
-# ---- 2. Switches --------------------------------------------------------------------------------------
+# ---- 2. Switches ---------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def recording(on):
@@ -202,10 +206,10 @@ def no_grad():
 
 
 def recompute(fn, *inputs):
-    """fn(*inputs) without keeping what it computes on the way: the backward runs it again (Chen et al., 2016).
+    """fn(*inputs), keeping nothing on the way: the backward runs it again (Chen et al., 2016).
 
-    fn must be a pure function of `inputs` and of leaves; it draws the same dropout masks the second time
-    (they are a function of their position), so every bit is that of the plain call.
+    fn must be a pure function of `inputs` and of leaves; it draws the same dropout masks the second
+    time (they are a function of their position), so every bit is that of the plain call.
     """
     with no_grad():
         out = fn(*inputs)
@@ -225,7 +229,7 @@ def recompute(fn, *inputs):
     return record(out, inputs, backward, always=True)
 
 
-# ---- 3. Primitives ------------------------------------------------------------------------------------
+# ---- 3. Primitives -------------------------------------------------------------------------------
 
 def lift(value):
     """A Tensor as it is; a number or array as a new one."""
@@ -233,7 +237,7 @@ def lift(value):
 
 
 def unbroadcast(g, shape):
-    """Sum a gradient over the axes that broadcasting added or stretched to get from `shape` to g's."""
+    """Sum a gradient over the axes that broadcasting added to `shape`, or stretched."""
     lead = g.ndim - len(shape)
     axes = tuple(i for i in range(g.ndim) if i < lead or shape[i - lead] == 1 != g.shape[i])
     return T.sum(g, axes).view(shape) if axes else g
@@ -300,8 +304,7 @@ def neg(x):
 def matmul(a, b):
     """a [..., m, k] @ b [..., k, n], batch axes broadcast; dA = dC B^T, dB = A^T dC."""
     def product(sink, x, y, shape):
-        batch = (*T.broadcast("matmul", x.view(x.shape[:-2], x.strides[:-2]), y.view(y.shape[:-2], y.strides[:-2])),)
-        if batch == shape[:-2]:
+        if np.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
             sink.fill(lambda out, acc: T.matmul(x, y, out, acc))
         else:
             sink.give(unbroadcast(T.matmul(x, y), shape))
@@ -317,7 +320,7 @@ def matmul(a, b):
 
 
 def unary(forward, backward_row):
-    """An elementwise function of one tensor as an operation, from its row and its backward's row."""
+    """An elementwise function as an operation, from its row and its backward's row."""
     def operation(x):
         return record(forward(x), (x,), lambda g, sink: sink.give(backward_row(g, x)))
     operation.__name__, operation.__doc__ = forward.name, forward.doc
@@ -343,7 +346,11 @@ def sum(x, axis=None, keepdims=False):
     kept = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
     out = T.sum(x, axes)
     out = out.view(kept) if keepdims else out
-    return record(out, (x,), lambda g, sink: sink.give(T.copy(T.expand(T.packed(g).view(kept), x.shape, "sum"))))
+
+    def backward(g, sink):
+        sink.give(T.copy(T.expand(T.packed(g).view(kept), x.shape, "sum")))
+
+    return record(out, (x,), backward)
 
 
 def mean(x, axis=None, keepdims=False):
@@ -359,26 +366,33 @@ def softmax(x):
 
 
 def cross_entropy(logits, targets):
-    """The mean over targets >= 0 of logsumexp(row) - row[target]: logits [..., classes], targets i64 [...]."""
+    """The mean over targets >= 0 of logsumexp(row) - row[target].
+
+    logits [..., classes], targets i64 [...]; targets below 0 are not counted."""
     targets = lift(targets)
     loss, dlogits = T.cross_entropy(logits, targets)
     return record(loss, (logits, None), lambda g, sink, _: sink.give(T.scale(dlogits, g.item())))
 
 
 def reshape(x, *shape):
-    """The same elements in another shape, one of which may be -1; a copy only if x is not contiguous."""
+    """The same elements in another shape, one size may be -1; copied only if not contiguous."""
     shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if -1 in shape:
         rest = math.prod(n for n in shape if n != -1)
         shape = tuple(x.size//max(rest, 1) if n == -1 else n for n in shape)
     T.need(math.prod(shape) == x.size, "reshape", f"cannot become {shape}", x)
-    return record(T.packed(x).view(shape), (x,), lambda g, sink: sink.give(T.packed(g).view(x.shape)))
+
+    def backward(g, sink):
+        sink.give(T.packed(g).view(x.shape))
+
+    return record(T.packed(x).view(shape), (x,), backward)
 
 
 def transpose(x, *axes):
     """The axes in another order, as a view; by default the last two swapped."""
     axes = axes or (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
-    T.need(sorted(a % x.ndim for a in axes) == list(range(x.ndim)), "transpose", f"axes {axes} do not fit", x)
+    fit = all(-x.ndim <= a < x.ndim for a in axes) and len({a % x.ndim for a in axes}) == x.ndim
+    T.need(fit and len(axes) == x.ndim, "transpose", f"axes {axes} do not fit", x)
     axes = tuple(a % x.ndim for a in axes)
     out = x.view([x.shape[a] for a in axes], tuple(x.strides[a] for a in axes))
 
@@ -403,13 +417,14 @@ def slice(x, key):
 
 def sliced(x, key):
     """Basic indexing as a view, without the tape."""
-    key = key if isinstance(key, tuple) else (key,)
+    key, everything = key if isinstance(key, tuple) else (key,), builtins.slice(None)
     if Ellipsis in key:
         at = key.index(Ellipsis)
-        key = key[:at] + (builtins.slice(None),)*(x.ndim - len(key) + 1) + key[at + 1:]
+        key = key[:at] + (everything,)*(x.ndim - len(key) + 1) + key[at + 1:]
     T.need(len(key) <= x.ndim, "slice", f"{len(key)} indices are too many for", x)
     shape, strides, offset = [], [], x.offset
-    for n, stride, k in itertools.zip_longest(x.shape, x.strides, key, fillvalue=builtins.slice(None)):
+    key = key + (everything,)*(x.ndim - len(key))
+    for n, stride, k in zip(x.shape, x.strides, key):
         if isinstance(k, builtins.slice):
             start, stop, step = k.indices(n)
             shape.append(len(range(start, stop, step)))
@@ -417,15 +432,15 @@ def sliced(x, key):
             offset += start*stride if shape[-1] else 0
         else:
             if not -n <= k < n:
-                raise IndexError(f"slice: index {k} is out of range for an axis of {n} in {x.shape}")
+                raise IndexError(f"slice: index {k} lies outside an axis of {n} in {x.shape}")
             offset += k % n*stride
     return x.view(shape, tuple(strides), offset)
 
 
 def repeat_kv(x, groups):
-    """[batch, seq, kv_heads, head_dim] -> [batch, seq, kv_heads*groups, head_dim], each head `groups` times."""
+    """[batch, seq, kv_heads, head_dim] -> [batch, seq, kv_heads*groups, head_dim]."""
     B, S, H, D = x.shape
-    wide = T.expand(x.view((B, S, H, 1, D), (*x.strides[:3], 0, x.strides[3])), (B, S, H, groups, D), "repeat_kv")
+    wide = x.view((B, S, H, groups, D), (*x.strides[:3], 0, x.strides[3]))
 
     def backward(g, sink):
         sink.give(T.sum(T.packed(g).view((B, S, H, groups, D)), (3,)))
@@ -440,10 +455,10 @@ def dropout(x, how):
     return record(T.dropout(x, how), (x,), lambda g, sink: sink.give(T.dropout(g, how)))
 
 
-# ---- 4. Model -----------------------------------------------------------------------------------------
+# ---- 4. Model ------------------------------------------------------------------------------------
 
 def embed(tokens, w, order=None):
-    """w[tokens]; `order` is the stable argsort of the flattened tokens, computed here if not given."""
+    """w[tokens]; `order`, the stable argsort of the flattened tokens, is computed if not given."""
     def backward(g, _, sink, __):
         sorted_ids = T.argsort(tokens) if order is None else order
 
@@ -455,7 +470,7 @@ def embed(tokens, w, order=None):
 
 
 def add_rmsnorm(x, residual, w, eps=1e-6):
-    """RMSNorm of x -> y; with a residual (total, y), where total = x + residual is what was normed."""
+    """RMSNorm of x -> y; with a residual (total, y), total = x + residual being what is normed."""
     total, y, rstd = T.add_rmsnorm(x, residual, w, eps)
     total = total.detach()
 
@@ -502,17 +517,22 @@ def linear(x, w, residual=None, dropout=None):
 
 
 def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, eps=1e-6):
-    """Head-wise RMSNorm (if weights are given) and RoPE of one fused projection -> q, k, v, slices of one tensor."""
+    """RMSNorm per head (if weights are given) and RoPE of a fused projection -> q, k, v.
+
+    qkv [batch, seq, (heads + 2 kv_heads)*head_dim]; q, k, v [batch, seq, its heads, head_dim] are
+    slices of one tensor, and so are their gradients: the backward runs in place on that one."""
     out, rstd = T.qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight, k_weight, eps)
     cuts = (0, heads, heads + kv_heads, heads + 2*kv_heads)
-    q, k, v = (sliced(out, (..., builtins.slice(a, b), builtins.slice(None))) for a, b in zip(cuts, cuts[1:]))
+    q, k, v = (sliced(out, (..., builtins.slice(a, b), builtins.slice(None)))
+               for a, b in zip(cuts, cuts[1:]))
     shape = out.shape
 
     def backward(g, sink, sq, sk):
-        fused = g[0].view(shape, T.contiguous_strides(shape), 0)   # dq, dk, dv are slices of one tensor too
-        zero = [T.zeros(w.shape) if w is not None else None for w in (q_weight, k_weight)]
-        T.qk_norm_rope_backward(fused, qkv, cos, sin, heads, kv_heads, q_weight, k_weight, rstd, *zero)
-        for s, d in zip((sq, sk), zero):
+        fused = g[0].view(shape, offset=0)
+        dw = [T.zeros(w.shape) if w is not None else None for w in (q_weight, k_weight)]
+        T.qk_norm_rope_backward(fused, qkv, cos, sin, heads, kv_heads, q_weight, k_weight, rstd,
+                                *dw)
+        for s, d in zip((sq, sk), dw):
             if s:
                 s.give(d)
         if sink:
@@ -568,11 +588,13 @@ def gate_up_swiglu(x, w):
 
 
 def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
-    """Cross-entropy of x [..., dim] under the head w [vocab, dim]; the logits never exist as a whole.
+    """Cross-entropy of x [..., dim] under the head w [rows, dim], of which `vocab` rows count.
 
+    The logits never exist as a whole.
     The sum over targets >= 0, divided by `denominator` (by default their number).  The backward
-    computes each chunk of logits again; with `now` the gradients are computed along with the loss, which
-    saves that product but is only right if backward() follows, from exactly this loss: `Step` does.
+    computes each chunk of logits again; with `now` the gradients are computed along with the loss,
+    which saves that product but is only right if backward() follows, from exactly this loss:
+    `Step` does.
     """
     vocab = w.shape[0] if vocab is None else vocab
     if denominator is None:
@@ -580,14 +602,14 @@ def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
     x2, flat = T.flat2(T.packed(x)), targets.view((targets.size,))
 
     def gradients(weight, sx, sw):
-        def with_weight(dw, acc):
-            def run(dx, acc_x):
-                pair = None if dx is None else (T.flat2(dx), acc_x)
-                losses.append(T.head_loss(x2, w, flat, denominator, vocab, weight, pair, None if dw is None else (dw, acc)))
+        def with_dw(dw):
+            def run(dx, acc):
+                pair = None if dx is None else (T.flat2(dx), acc)
+                loss.append(T.head_loss(x2, w, flat, denominator, vocab, weight, pair, dw))
             sx.fill(run) if sx else run(None, False)
-        losses = []
-        sw.fill(with_weight) if sw else with_weight(None, False)
-        return losses[0]
+        loss = []
+        sw.fill(lambda dw, acc: with_dw((dw, acc))) if sw else with_dw(None)
+        return loss[0]
 
     if now and _recording:
         ahead = x.detach()
@@ -597,7 +619,7 @@ def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
     return record(loss, (x, w), lambda g, sx, sw: gradients(g.item(), sx, sw))
 
 
-# ---- 5. Operators -------------------------------------------------------------------------------------
+# ---- 5. Operators --------------------------------------------------------------------------------
 
 def attach():
     """Give `Tensor` its operators and methods: they live here because they record."""

@@ -23,7 +23,7 @@ bare one would promote the arithmetic to double.
 """
 from cython.parallel cimport parallel, prange, threadid
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.math cimport sqrt, sqrtf
+from libc.math cimport log, logf, sqrt, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -304,17 +304,18 @@ cdef inline float sigmoid(float x) noexcept nogil:
 
 # ---- 4. Elementwise ------------------------------------------------------------------------------
 # One idiom throughout: a flat array is cut into parts of PART elements, a table into groups of
-# grain(cols) rows, and the team takes them from a common counter.  The kernels are scalar loops that
-# carry nothing from one element to the next, so the compiler turns them into vectors.
+# grain(cols) rows, and the team takes them from a common counter.  The kernels are scalar loops
+# that carry nothing from one element to the next, so the compiler turns them into vectors.
 
 cpdef enum:                         # the `kind` of binary(), then of unary(); Python sees these too
     ADD, SUB, MUL, DIV
     SILU, GELU, EXP
 
 cdef enum:
-    PART = 8192                     # elements a thread takes at a time: 32 KB, inside L1 or close to it
-    PIECE = 2048                    # longest run of a strided walk: two pieces fit on a thread's stack
-    AXES = 8                        # most axes of a strided walk
+    PART = 8192                     # elements a thread takes at a time: 32 KB, the size of an L1
+    PIECE = 2048                    # longest run of a strided walk: small enough for the stack
+    BAND = 16                       # most lines of a task: a tile of a transpose
+    AXES = 10                       # most axes of a strided walk: 8 and the two in front
 
 
 cdef inline idx parts(idx n, idx size) noexcept nogil:
@@ -328,64 +329,72 @@ cdef inline idx extent(idx t, idx n) noexcept nogil:
 
 
 cdef inline idx grain(idx cols) noexcept nogil:
-    """How many rows of `cols` elements a thread takes at a time: about PART elements, at least a row."""
+    """How many rows of `cols` elements a thread takes at a time: about PART elements."""
     return most(1, PART//most(1, cols))
 
 
-# Strided walks.  A walk runs over two operands in step: lines of `inner` elements, cut into pieces.
+# Strided walks.  A walk runs over two operands in step.  A task is up to BAND neighbouring lines of
+# up to PIECE elements, and lies at offsets a and b of the operands and c of a dense result.
 
 cdef struct Walk:
-    idx lines, inner, pieces        # lines*pieces tasks
-    idx a_step, b_step              # strides inside a line
-    int axes                        # the axes around the lines, outermost first:
+    idx tasks, elements
+    idx lines, inner                # the two innermost axes, the others around them:
+    int axes
     idx shape[AXES]
-    idx a[AXES]
+    idx a[AXES]                     # strides; a[axes] from line to line, a[axes + 1] inside one
     idx b[AXES]
 
 
-cdef Walk plan(int ndim, size_t shape, size_t a_strides, size_t b_strides) noexcept nogil:
-    """Drop axes of size 1 and merge neighbours that both operands cross evenly; the last is the line.
+cdef struct Task:
+    idx a, b, c
+    idx lines, n                    # so many lines of n elements
 
-    Dense operands of any rank become one line that way, and x[B, S, H, :] of a wider row becomes two axes.
+
+cdef Walk plan(int ndim, size_t shape, size_t a_strides, size_t b_strides) noexcept nogil:
+    """Drop axes of size 1 and merge neighbours that both operands cross evenly.
+
+    Dense operands of any rank become one line that way, heads cut out of a wider row become lines.
     """
     cdef const int64_t* n = <const int64_t*>shape
     cdef const int64_t* a = <const int64_t*>a_strides
     cdef const int64_t* b = <const int64_t*>b_strides
     cdef Walk w
-    cdef int i, k = 0               # k axes kept so far
+    cdef int i, k = 2               # axes kept so far, two of size 1 in front of them
+    w.shape[0], w.a[0], w.b[0] = 1, 0, 0
+    w.shape[1], w.a[1], w.b[1] = 1, 0, 0
     for i in range(ndim):
         if n[i] == 1:
             continue
-        if k > 0 and w.a[k - 1] == a[i]*n[i] and w.b[k - 1] == b[i]*n[i]:
+        if k > 2 and w.a[k - 1] == a[i]*n[i] and w.b[k - 1] == b[i]*n[i]:
             w.shape[k - 1] *= n[i]
         else:
             w.shape[k] = n[i]
             k += 1
         w.a[k - 1], w.b[k - 1] = a[i], b[i]
-    if k == 0:                      # a single element is a line of one
-        w.shape[0], w.a[0], w.b[0], k = 1, 1, 1, 1
-    w.axes, w.inner, w.a_step, w.b_step = k - 1, w.shape[k - 1], w.a[k - 1], w.b[k - 1]
-    w.pieces, w.lines = parts(w.inner, PIECE), 1
-    for i in range(k - 1):
-        w.lines *= w.shape[i]
+    w.axes, w.lines, w.inner = k - 2, w.shape[k - 2], w.shape[k - 1]
+    w.tasks, w.elements = parts(w.lines, BAND)*parts(w.inner, PIECE), w.lines*w.inner
+    for i in range(k - 2):
+        w.tasks *= w.shape[i]
+        w.elements *= w.shape[i]
     return w
 
 
-cdef inline idx locate(const Walk* w, idx t, idx* a, idx* b, idx* c) noexcept nogil:
-    """Offsets of task t in both operands and in a dense result; returns its length."""
-    cdef idx line = t, start = 0, i
-    cdef int k
-    if w.pieces > 1:                # divisions cost as much as copying a short line: none without need
-        line, start = t//w.pieces, t%w.pieces*PIECE
-    c[0] = line*w.inner + start
-    a[0], b[0] = start*w.a_step, start*w.b_step
-    for k in range(w.axes - 1, 0, -1):
-        i, line = line%w.shape[k], line//w.shape[k]
-        a[0] += i*w.a[k]
-        b[0] += i*w.b[k]
-    a[0] += line*w.a[0]             # what is left counts along the outermost axis
-    b[0] += line*w.b[0]
-    return least(PIECE, w.inner - start)
+cdef inline Task locate(const Walk* w, idx t) noexcept nogil:
+    """Task t: counted along the pieces of a line first, then the bands, then the outer axes."""
+    cdef idx pieces = parts(w.inner, PIECE), bands = parts(w.lines, BAND), i
+    cdef idx start = t%pieces*PIECE, line = t//pieces%bands*BAND
+    cdef int k = w.axes
+    cdef Task task
+    t = t//pieces//bands
+    task.a = line*w.a[k] + start*w.a[k + 1]
+    task.b = line*w.b[k] + start*w.b[k + 1]
+    task.c = (t*w.lines + line)*w.inner + start
+    task.lines, task.n = least(BAND, w.lines - line), least(PIECE, w.inner - start)
+    for k in range(w.axes - 1, -1, -1):
+        i, t = t%w.shape[k], t//w.shape[k]
+        task.a += i*w.a[k]
+        task.b += i*w.b[k]
+    return task
 
 
 ctypedef fused item:
@@ -395,38 +404,62 @@ ctypedef fused item:
     uint64_t
 
 
-cdef void copy_piece(const item* src, item* dst, const Walk* w, idx t) noexcept nogil:
+cdef void copy_across(const item* src, idx a_step, item* dst, idx b_line, idx b_step, idx lines,
+                      idx n) noexcept nogil:
+    """dst[j, i] = src[i, j]: lines of the result are neighbours in the source (a transpose).
+
+    Whole tiles of 4-byte items go through registers and touch each cache line once: with rows 4 KB
+    apart, a column falls into one set of the L1, and no line would still be there the second time.
+    """
+    cdef idx t, i, j, k, l, across = parts(lines, VL)
+    for t in range(parts(n, VL)*across):
+        i, j = t//across*VL, t%across*VL
+        if sizeof(item) == 4 and b_step == 1 and i + VL <= n and j + VL <= lines:
+            transpose_tile(<const float*>(src + i*a_step + j), a_step,
+                           <float*>(dst + j*b_line + i), b_line)
+            continue
+        for k in range(i, least(i + VL, n)):
+            for l in range(j, least(j + VL, lines)):
+                dst[l*b_line + k*b_step] = src[l + k*a_step]
+
+
+cdef void copy_band(const item* src, item* dst, const Walk* w, idx t) noexcept nogil:
     """Task t of a strided copy."""
-    cdef idx a, b, c, i, n = locate(w, t, &a, &b, &c)
-    cdef idx a_step = w.a_step, b_step = w.b_step
-    src += a
-    dst += b
-    if a_step == 1 and b_step == 1:
-        memcpy(dst, src, n*sizeof(item))
-    else:
-        for i in range(n):
-            dst[i*b_step] = src[i*a_step]
+    cdef Task task = locate(w, t)
+    cdef idx i, j, a_line = w.a[w.axes], b_line = w.b[w.axes]
+    cdef idx a_step = w.a[w.axes + 1], b_step = w.b[w.axes + 1]
+    src += task.a
+    dst += task.b
+    if a_line == 1:
+        copy_across(src, a_step, dst, b_line, b_step, task.lines, task.n)
+        return
+    for j in range(task.lines):
+        if a_step == 1 and b_step == 1:
+            memcpy(dst + j*b_line, src + j*a_line, task.n*sizeof(item))
+        else:
+            for i in range(task.n):
+                dst[j*b_line + i*b_step] = src[j*a_line + i*a_step]
 
 
 def copy_strided(size_t src, size_t dst, int ndim, size_t shape, size_t src_strides,
                  size_t dst_strides, int itemsize):
-    """dst[...] = src[...] for items of 1, 2, 4 or 8 bytes; shape and strides (in items) are int64."""
+    """dst[...] = src[...], items of 1, 2, 4 or 8 bytes; int64 shape, int64 strides in items."""
     cdef Walk w = plan(ndim, shape, src_strides, dst_strides)
     cdef idx t
-    for t in prange(w.lines*w.pieces, nogil=True, schedule='dynamic', chunksize=grain(w.inner),
-                    num_threads=team(w.lines*w.inner)):
+    for t in prange(w.tasks, nogil=True, schedule='dynamic', chunksize=grain(BAND*w.inner),
+                    num_threads=team(w.elements)):
         if itemsize == 1:
-            copy_piece(<const uint8_t*>src, <uint8_t*>dst, &w, t)
+            copy_band(<const uint8_t*>src, <uint8_t*>dst, &w, t)
         elif itemsize == 2:
-            copy_piece(<const uint16_t*>src, <uint16_t*>dst, &w, t)
+            copy_band(<const uint16_t*>src, <uint16_t*>dst, &w, t)
         elif itemsize == 4:
-            copy_piece(<const uint32_t*>src, <uint32_t*>dst, &w, t)
+            copy_band(<const uint32_t*>src, <uint32_t*>dst, &w, t)
         else:
-            copy_piece(<const uint64_t*>src, <uint64_t*>dst, &w, t)
+            copy_band(<const uint64_t*>src, <uint64_t*>dst, &w, t)
 
 
 cdef inline const float* dense(const float* x, idx step, float* room, idx n) noexcept nogil:
-    """n elements of x side by side: x itself, or a copy in `room` where they are strided or repeated."""
+    """n elements of x side by side: x itself, or a copy in `room` if strided or repeated."""
     cdef idx i
     if step == 1:
         return x
@@ -438,14 +471,9 @@ cdef inline const float* dense(const float* x, idx step, float* room, idx n) noe
     return room
 
 
-cdef void binary_piece(int kind, const float* a, const float* b, float* c, const Walk* w,
-                       idx t) noexcept nogil:
-    """Task t of c = a (kind) b."""
-    cdef float a_room[PIECE]
-    cdef float b_room[PIECE]
-    cdef idx i, ia, ib, ic, n = locate(w, t, &ia, &ib, &ic)
-    a, b = dense(a + ia, w.a_step, a_room, n), dense(b + ib, w.b_step, b_room, n)
-    c += ic
+cdef void binary_line(int kind, const float* a, const float* b, float* c, idx n) noexcept nogil:
+    """c = a (kind) b."""
+    cdef idx i
     if kind == ADD:
         for i in range(n):
             c[i] = a[i] + b[i]
@@ -460,14 +488,27 @@ cdef void binary_piece(int kind, const float* a, const float* b, float* c, const
             c[i] = a[i]/b[i]
 
 
+cdef void binary_band(int kind, const float* a, const float* b, float* c, const Walk* w,
+                      idx t) noexcept nogil:
+    """Task t of c = a (kind) b."""
+    cdef float a_room[PIECE]
+    cdef float b_room[PIECE]
+    cdef Task task = locate(w, t)
+    cdef idx j, k = w.axes
+    for j in range(task.lines):
+        binary_line(kind, dense(a + task.a + j*w.a[k], w.a[k + 1], a_room, task.n),
+                    dense(b + task.b + j*w.b[k], w.b[k + 1], b_room, task.n),
+                    c + task.c + j*w.inner, task.n)
+
+
 def binary(int kind, size_t a, size_t b, size_t c, int ndim, size_t shape, size_t a_strides,
            size_t b_strides):
-    """c = a (ADD, SUB, MUL or DIV) b, c dense; int64 shape and strides, stride 0 broadcasts an axis."""
+    """c = a (ADD, SUB, MUL or DIV) b, c dense; int64 shape and strides, stride 0 broadcasts."""
     cdef Walk w = plan(ndim, shape, a_strides, b_strides)
     cdef idx t
-    for t in prange(w.lines*w.pieces, nogil=True, schedule='dynamic', chunksize=grain(w.inner),
-                    num_threads=team(w.lines*w.inner)):
-        binary_piece(kind, <const float*>a, <const float*>b, <float*>c, &w, t)
+    for t in prange(w.tasks, nogil=True, schedule='dynamic', chunksize=grain(BAND*w.inner),
+                    num_threads=team(w.elements)):
+        binary_band(kind, <const float*>a, <const float*>b, <float*>c, &w, t)
 
 
 cdef void axpy_part(float alpha, const float* x, float* y, idx n) noexcept nogil:
@@ -547,7 +588,8 @@ cdef void unary_part(int kind, const float* x, float* y, idx n) noexcept nogil:
             y[i] = fexp(x[i])
 
 
-cdef void unary_backward_part(int kind, const float* x, const float* dy, float* dx, idx n) noexcept nogil:
+cdef void unary_backward_part(int kind, const float* x, const float* dy, float* dx,
+                              idx n) noexcept nogil:
     """dx = dy f'(x)."""
     cdef idx i
     if kind == SILU:
@@ -576,13 +618,13 @@ def unary_backward(int kind, size_t x, size_t dy, size_t dx, idx n):
                             <float*>dx + t*PART, extent(t, n))
 
 
-# bf16 is the upper half of an fp32.  Whole numbers only, so all builds (and a GPU) agree to the bit.
+# bf16 is the upper half of an fp32.  Integers only, so all builds (and a GPU) agree to the bit.
 
 cdef inline uint16_t to_bf16(uint32_t u) noexcept nogil:
     """The bits of the nearest bf16, ties to even; a NaN keeps its upper half and is made quiet.
 
-    Adding 0x7fff, or 0x8000 where the kept half is odd, carries into it exactly when it must round up;
-    a NaN would be carried to infinity or zero, so it goes another way.
+    Adding 0x7fff, or 0x8000 where the kept half is odd, carries into it exactly when it must round
+    up; a NaN could be carried to infinity or zero, so it goes another way.
     """
     cdef uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16
     cdef uint32_t quiet = (u >> 16) | 0x40
@@ -616,10 +658,11 @@ def cast_f32(size_t x, size_t y, idx n):
 
 
 # ---- 5. Philox -----------------------------------------------------------------------------------
-# Philox4x32-10 (Salmon et al., SC11): ten rounds of two 32x32 -> 64 bit products turn (key, counter)
-# into four random words, with no state: any word of any mask can be drawn alone, by anyone.  The counter
-# of a dropout mask is (sequence in the whole run, 64 bit; site; element/4), the word is element % 4,
-# where an element is position*dim + channel.  Batch shape, micro-step, rank and thread never enter.
+# Philox4x32-10 (Salmon et al., SC11): ten rounds of two 32x32 -> 64 bit products turn (key,
+# counter) into four random words, with no state: any word of any mask can be drawn alone.  The
+# counter of a dropout mask is (sequence in the whole run, 64 bit; site; element/4), the word is
+# element % 4, where an element is position*dim + channel.  Batch shape, micro-step, rank and thread
+# never enter.
 
 cdef enum:
     DRAW = 1024                     # elements per batch of random words (4 KB on the stack)
@@ -627,7 +670,7 @@ cdef enum:
 
 
 cdef inline uint32_t high(uint32_t a, uint32_t b) noexcept nogil:
-    """The upper half of the 64-bit product; gcc and clang have a vector form for exactly this."""
+    """The upper half of the 64-bit product."""
     return <uint32_t>((<uint64_t>a*b) >> 32)
 
 
@@ -640,21 +683,21 @@ cdef inline void philox_block(uint64_t key, uint64_t sequence, uint32_t site, ui
     cdef int r
     for r in range(10):
         c0, c1, c2, c3 = high(m1, c2) ^ c1 ^ k0, m1*c2, high(m0, c0) ^ c3 ^ k1, m0*c0
-        k0 += <uint32_t>0x9E3779B9                  # the golden ratio and sqrt(3) - 1, as 0.32 fractions
+        k0 += <uint32_t>0x9E3779B9                  # golden ratio - 1 and sqrt(3) - 1, times 2^32
         k1 += <uint32_t>0xBB67AE85
     w[0], w[1], w[2], w[3] = c0, c1, c2, c3
 
 
 cdef void philox_words(uint64_t key, uint64_t sequence, uint32_t site, uint32_t quad, idx n,
                        uint32_t* w) noexcept nogil:
-    """n blocks for quad, quad + 1, ...: independent, so that the compiler computes a vector of them."""
+    """n blocks for quad, quad + 1, ...: independent, so the compiler makes vectors of them."""
     cdef idx i
     for i in range(n):
         philox_block(key, sequence, site, quad + <uint32_t>i, w + 4*i)
 
 
 def philox(uint64_t key, uint64_t sequence, uint32_t site, uint32_t quad, idx n, size_t out):
-    """n blocks of four uint32 words with counters (sequence low, sequence high, site, quad + 0 .. n-1)."""
+    """n blocks of 4 uint32 words; counters (sequence low, sequence high, site, quad + 0 .. n-1)."""
     cdef idx t, step = PART//4
     for t in prange(parts(n, step), nogil=True, schedule='dynamic', num_threads=team(4*n)):
         philox_words(key, sequence, site, quad + <uint32_t>(t*step), least(step, n - t*step),
@@ -719,7 +762,6 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
                       first_sequence + <uint64_t>b, site, threshold, scale)
 
 
-dropout_backward = dropout
 
 
 # ---- 6. Matrix products ---------------------------------------------------------------------------
@@ -976,18 +1018,21 @@ cdef void batch_run(const Product* shape, const float* a, const float* b, float*
 
 
 # ---- 7. Row operations ---------------------------------------------------------------------------
-# A row is read from memory once; whatever else a formula needs comes from L1 or L2.  All sums along a
-# row are row_sum: 4*VL running sums, then a fixed tree.  Sums over rows (gradients of norm weights) go
-# by fixed chunks of rows into scratch, and the chunks are added in order.
+# A row is read from memory once; whatever else a formula needs comes from L1 or L2.  All sums along
+# a row are row_sum: 4*VL running sums, then a fixed tree.  Sums over rows (gradients of norm
+# weights) go by fixed chunks of rows into scratch, and the chunks are added in order.
+#
+# A loop over `load` and `store` is a vector loop with its tail built in: used where there are
+# accumulators, or rows so short (a head) that a vectorised scalar loop would mostly check aliasing.
 
-from libc.math cimport log
 
 
 cdef inline vf load(const float* x, idx left) noexcept nogil:
     """The next VL elements, zeros from `left` on."""
-    cdef vf v = VZERO
+    cdef vf v
     if left >= VL:
         return (<const vf*>x)[0]
+    v = VZERO
     memcpy(&v, x, left*sizeof(float))
     return v
 
@@ -1000,7 +1045,8 @@ cdef inline void store(float* y, vf v, idx left) noexcept nogil:
         memcpy(y, &v, left*sizeof(float))
 
 
-cdef inline vf lane_product(const float* a, const float* b, const float* c, idx i, idx left) noexcept nogil:
+cdef inline vf lane_product(const float* a, const float* b, const float* c, idx i,
+                       idx left) noexcept nogil:
     """The next VL of a*b*c, where b and c may be NULL."""
     cdef vf v = load(a + i, left)
     if b != NULL:
@@ -1027,7 +1073,7 @@ cdef inline float lane_sum(vf v) noexcept nogil:
 
 
 cdef inline float row_sum(const float* a, const float* b, const float* c, idx n) noexcept nogil:
-    """Sum of a*b*c over n elements, where b and c may be NULL; four chains hide the latency of an add."""
+    """Sum of a*b*c, where b and c may be NULL; four chains hide the latency of an add."""
     cdef vf acc[4]
     cdef idx i = 0
     cdef int j
@@ -1044,7 +1090,7 @@ cdef inline float row_sum(const float* a, const float* b, const float* c, idx n)
 
 
 cdef inline float row_max(const float* x, idx n) noexcept nogil:
-    """The largest of n >= 1 elements.  NaNs may be passed over: the exponentials bring them back."""
+    """The largest of n elements.  NaNs may be passed over: the exponentials bring them back."""
     cdef vf top[4]
     cdef float lane[16]
     cdef float best = x[0]
@@ -1069,7 +1115,7 @@ cdef inline float row_max(const float* x, idx n) noexcept nogil:
 # Sums and softmax:  y_i = e_i/sum e, e_i = exp(x_i - max x);  dx_i = y_i (dy_i - sum_j y_j dy_j)
 
 def sum_rows(size_t x, size_t y, idx rows, idx cols):
-    """y[r] = sum of x[r, :].  Blocks of a row are tasks too, so that few long rows also use the team."""
+    """y[r] = sum of x[r, :].  Tasks are blocks of rows, so that few long rows also use the team."""
     cdef idx t, r, j, blocks = most(1, parts(cols, PART))
     cdef Buffer scratch = Buffer(rows*blocks*sizeof(float))
     cdef float* part = <float*>scratch.address
@@ -1082,7 +1128,7 @@ def sum_rows(size_t x, size_t y, idx rows, idx cols):
 
 
 cdef double exp_row(const float* x, float* y, idx n, float top) noexcept nogil:
-    """y = exp(x - top), or nothing kept if y is NULL; returns the sum, in double from PIECE to PIECE."""
+    """y = exp(x - top) unless y is NULL; returns the sum, in double from PIECE to PIECE."""
     cdef float room[PIECE]
     cdef float* e
     cdef double total = 0
@@ -1105,7 +1151,7 @@ cdef void softmax_row(const float* x, float* y, idx n) noexcept nogil:
 def softmax(size_t x, size_t y, idx rows, idx cols):
     """y = softmax of every row of x; y may be x."""
     cdef idx r
-    for r in prange(rows if cols else 0, nogil=True, schedule='dynamic', chunksize=grain(cols),
+    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(cols),
                     num_threads=team(rows*cols)):
         softmax_row(<const float*>x + r*cols, <float*>y + r*cols, cols)
 
@@ -1130,7 +1176,7 @@ def softmax_backward(size_t y, size_t dy, size_t dx, idx rows, idx cols):
 
 cdef double loss_row(float* x, idx target, idx cols, float scale, bint write,
                      idx padded) noexcept nogil:
-    """One row's loss; with `write` the row becomes its gradient, exactly 0 in the padded columns."""
+    """One row's loss; with `write` the row becomes its gradient, exactly 0 in padded columns."""
     cdef float top
     cdef double total, loss = 0
     if target >= 0:
@@ -1151,7 +1197,8 @@ def cross_entropy(size_t logits, idx ld, size_t targets, size_t losses, idx rows
                   float scale, bint write_gradient, idx cols_padded):
     """losses[r] (double) of logits [rows, ld]; targets are int64, below 0 = not counted, loss 0.
 
-    With write_gradient the logits become their gradient times scale, columns cols..cols_padded become 0.
+    With write_gradient the logits become their gradient times scale, and columns from cols to
+    cols_padded become 0; without it they stay as they are.
     """
     cdef idx r
     for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(cols),
@@ -1163,18 +1210,14 @@ def cross_entropy(size_t logits, idx ld, size_t targets, size_t losses, idx rows
 # RMS norm:  y = x r w with r = 1/sqrt(mean(x^2) + eps);  with t = dy w:
 #   dx = r t - x r^3 mean(t x),  dw = sum over rows of dy x r
 
-cdef inline float norm_row(const float* x, const float* w, float* y, idx n, float eps) noexcept nogil:
-    """y = x r w; returns r.  y may be x."""
-    cdef float r = <float>1.0/sqrtf(row_sum(x, x, NULL, n)/<float>n + eps)
-    cdef idx i = 0
-    while i < n:
-        store(y + i, load(x + i, n - i)*r*load(w + i, n - i), n - i)
-        i += VL
-    return r
+cdef inline float norm_factor(const float* x, idx n, float eps) noexcept nogil:
+    """r of a row."""
+    return <float>1.0/sqrtf(row_sum(x, x, NULL, n)/<float>n + eps)
 
 
-cdef inline void norm_row_backward(const float* dy, const float* x, const float* w, float r, float* dx,
-                                   bint acc, const float* more, float* dw, idx n) noexcept nogil:
+cdef inline void norm_row_backward(const float* dy, const float* x, const float* w, float r,
+                                   float* dx, bint acc, const float* more, float* dw,
+                                   idx n) noexcept nogil:
     """dx (+)= the formula above + more, dw += dy x r; more and dw may be NULL, dx may be dy."""
     cdef float c = row_sum(dy, w, x, n)*r/<float>n*r*r
     cdef vf g, v, d
@@ -1199,21 +1242,26 @@ cdef inline void add_rows(const float* a, const float* b, float* y, idx n) noexc
         y[i] = a[i] + b[i]
 
 
-cdef float add_norm_row(const float* x, const float* residual, const float* w, float* total, float* y,
-                        idx n, float eps) noexcept nogil:
-    """Row of add_rmsnorm; a total that nobody wants is formed in y, which the norm then overwrites."""
-    if residual == NULL:
-        return norm_row(x, w, y, n, eps)
-    total = y if total == NULL else total
-    add_rows(x, residual, total, n)
-    return norm_row(total, w, y, n, eps)
+cdef float add_norm_row(const float* x, const float* residual, const float* w, float* total,
+                        float* y, idx n, float eps) noexcept nogil:
+    """Row of add_rmsnorm; a total that nobody wants is formed in y, which is then overwritten."""
+    cdef float r
+    cdef idx i
+    if residual != NULL:
+        total = y if total == NULL else total
+        add_rows(x, residual, total, n)
+        x = total
+    r = norm_factor(x, n, eps)
+    for i in range(n):
+        y[i] = x[i]*r*w[i]
+    return r
 
 
 def add_rmsnorm(size_t x, size_t residual, size_t w, size_t total, size_t y, size_t rstd, idx rows,
                 idx dim, float eps):
-    """total = x + residual, y = rmsnorm(total)*w, rstd[rows] = r; without residual y = rmsnorm(x)*w.
+    """total = x + residual, y = rmsnorm(total) w, rstd[rows] = r.
 
-    residual and total may be 0, total may be x or residual.
+    Without a residual (0) y = rmsnorm(x) w, total is left alone.  total may be 0, x or residual.
     """
     cdef idx r
     for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(dim),
@@ -1236,7 +1284,8 @@ cdef void add_chunks(const float* part, idx chunks, idx stride, float* dw, idx n
 
 
 cdef void norm_chunk(const float* dy, const float* dtotal, const float* total, const float* w,
-                     const float* rstd, float* dx, bint acc, float* dw, idx rows, idx n) noexcept nogil:
+                     const float* rstd, float* dx, bint acc, float* dw, idx rows,
+                     idx n) noexcept nogil:
     """Backward of one chunk of rows; dw (or NULL) is its own and starts here."""
     cdef idx r
     if dw != NULL:
@@ -1267,37 +1316,40 @@ def add_rmsnorm_backward(size_t dy, size_t dtotal, size_t total, size_t w, size_
 
 
 # RoPE turns the pair (x_i, x_{i + half}) by the angle of (position, i); its backward turns it back.
-# A row holds heads + kv_heads heads that are normed and turned, then kv_heads value heads that are not.
+# A row holds heads + kv_heads heads that are normed and turned, then kv_heads values that are not.
 
-cdef inline void rotate(float* x, const float* cos, const float* sin, float sign, idx half) noexcept nogil:
-    """One head, in place; sign -1 turns back."""
-    cdef float* y = x + half
+cdef inline void rotate(const float* x, const float* w, float r, const float* cos, const float* sin,
+                        float sign, float* y, idx half) noexcept nogil:
+    """y = one head x, times r w unless w is NULL, turned (back with sign -1); y may be x."""
     cdef vf a, b, c, s
     cdef idx i = 0, left
     while i < half:
         left = half - i
-        a, b = load(x + i, left), load(y + i, left)
+        a, b = load(x + i, left), load(x + half + i, left)
+        if w != NULL:
+            a, b = a*r*load(w + i, left), b*r*load(w + half + i, left)
         c, s = load(cos + i, left), load(sin + i, left)*sign
-        store(x + i, a*c - b*s, left)
-        store(y + i, b*c + a*s, left)
+        store(y + i, a*c - b*s, left)
+        store(y + half + i, b*c + a*s, left)
         i += VL
 
 
 cdef void qk_row(const float* qkv, float* out, const float* qw, const float* kw, const float* cos,
-                 const float* sin, float* rstd, idx heads, idx kv_heads, idx n, float eps) noexcept nogil:
+                 const float* sin, float* rstd, idx heads, idx kv_heads, idx n,
+                 float eps) noexcept nogil:
     """Norm (where there are weights) and RoPE of one row's heads of n elements, values copied."""
     cdef const float* w
-    cdef float r
-    cdef idx h
-    if out != qkv:
-        memcpy(out, qkv, (heads + 2*kv_heads)*n*sizeof(float))
-    for h in range(heads + kv_heads):
+    cdef float r = 1
+    cdef idx h, turned = heads + kv_heads
+    for h in range(turned):
         w = qw if h < heads else kw
         if w != NULL:
-            r = norm_row(out + h*n, w, out + h*n, n, eps)
+            r = norm_factor(qkv + h*n, n, eps)
             if rstd != NULL:
                 rstd[h] = r
-        rotate(out + h*n, cos, sin, <float>1.0, n//2)
+        rotate(qkv + h*n, w, r, cos, sin, <float>1.0, out + h*n, n//2)
+    if out != qkv:
+        memcpy(out + turned*n, qkv + turned*n, kv_heads*n*sizeof(float))
 
 
 def qk_norm_rope(size_t qkv, size_t out, size_t qw, size_t kw, size_t cos, size_t sin, size_t rstd,
@@ -1310,8 +1362,8 @@ def qk_norm_rope(size_t qkv, size_t out, size_t qw, size_t kw, size_t cos, size_
     cdef idx r, half = head_dim//2, turned = heads + kv_heads, width = (turned + kv_heads)*head_dim
     for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(width),
                     num_threads=team(rows*width)):
-        qk_row(<const float*>qkv + r*width, <float*>out + r*width, <const float*>qw, <const float*>kw,
-               <const float*>cos + r%seq*half, <const float*>sin + r%seq*half,
+        qk_row(<const float*>qkv + r*width, <float*>out + r*width, <const float*>qw,
+               <const float*>kw, <const float*>cos + r%seq*half, <const float*>sin + r%seq*half,
                <float*>rstd + r*turned if rstd else NULL, heads, kv_heads, head_dim, eps)
 
 
@@ -1323,15 +1375,15 @@ cdef void qk_row_backward(float* d, const float* qkv, const float* qw, const flo
     cdef idx h
     for h in range(heads + kv_heads):
         w = qw if h < heads else kw
-        rotate(d + h*n, cos, sin, <float>-1.0, n//2)
+        rotate(d + h*n, NULL, <float>1.0, cos, sin, <float>-1.0, d + h*n, n//2)
         if w != NULL:
             norm_row_backward(d + h*n, qkv + h*n, w, rstd[h], d + h*n, False, NULL,
                               dw if h < heads else dw + n, n)
 
 
 cdef void qk_chunk(float* d, const float* qkv, const float* qw, const float* kw, float* dw,
-                   const float* cos, const float* sin, const float* rstd, idx first, idx end, idx seq,
-                   idx heads, idx kv_heads, idx n) noexcept nogil:
+                   const float* cos, const float* sin, const float* rstd, idx first, idx end,
+                   idx seq, idx heads, idx kv_heads, idx n) noexcept nogil:
     """Backward of the rows first .. end."""
     cdef idx r, turned = heads + kv_heads, width = (turned + kv_heads)*n
     fill_part(<float>0.0, dw, 2*n)
@@ -1375,7 +1427,8 @@ def swiglu(size_t gu, size_t h, idx rows, idx ffn):
     cdef idx r
     for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(ffn),
                     num_threads=team(2*rows*ffn)):
-        swiglu_row(<const float*>gu + 2*r*ffn, <const float*>gu + (2*r + 1)*ffn, <float*>h + r*ffn, ffn)
+        swiglu_row(<const float*>gu + 2*r*ffn, <const float*>gu + (2*r + 1)*ffn,
+                   <float*>h + r*ffn, ffn)
 
 
 cdef void swiglu_backward_row(float* gate, float* up, const float* dh, idx n) noexcept nogil:
@@ -1396,18 +1449,20 @@ def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
                             <const float*>dh + r*ffn, ffn)
 
 
-# Embedding:  y_i = w[token_i];  dw[token] += dy_i of all its positions, in the order of a stable sort
+# Embedding:  y_i = w[token_i];  dw[token] += dy_i of all its positions, in a stable sort's order
 
 def embed(size_t tokens, size_t w, size_t y, idx n, idx dim):
     """y[i] = w[tokens[i]], tokens int64."""
     cdef idx i
-    for i in prange(n, nogil=True, schedule='dynamic', chunksize=grain(dim), num_threads=team(n*dim)):
-        memcpy(<float*>y + i*dim, <const float*>w + (<const int64_t*>tokens)[i]*dim, dim*sizeof(float))
+    for i in prange(n, nogil=True, schedule='dynamic', chunksize=grain(dim),
+                    num_threads=team(n*dim)):
+        memcpy(<float*>y + i*dim, <const float*>w + (<const int64_t*>tokens)[i]*dim,
+               dim*sizeof(float))
 
 
 cdef void embed_run(const int64_t* tokens, const int64_t* order, const float* dy, float* dw, idx i,
                     idx n, idx dim) noexcept nogil:
-    """If a token's run starts at place i of the order, add all its rows: one writer per row of dw."""
+    """If a token's run starts at place i of the order, add it all: a row of dw has one writer."""
     cdef int64_t token = tokens[order[i]]
     if i > 0 and tokens[order[i - 1]] == token:
         return
@@ -1419,49 +1474,58 @@ cdef void embed_run(const int64_t* tokens, const int64_t* order, const float* dy
 def embed_backward(size_t tokens, size_t order, size_t dy, size_t dw, idx n, idx dim):
     """dw[tokens[i]] += dy[i]; order (int64) is the stable argsort of tokens."""
     cdef idx i
-    for i in prange(n, nogil=True, schedule='dynamic', chunksize=grain(dim), num_threads=team(n*dim)):
-        embed_run(<const int64_t*>tokens, <const int64_t*>order, <const float*>dy, <float*>dw, i, n, dim)
+    for i in prange(n, nogil=True, schedule='dynamic', chunksize=grain(dim),
+                    num_threads=team(n*dim)):
+        embed_run(<const int64_t*>tokens, <const int64_t*>order, <const float*>dy, <float*>dw, i,
+                  n, dim)
 
 
 from libc.math cimport INFINITY, logf
 
 
 # ---- 8. Attention -------------------------------------------------------------------------------
-# One head; query i sees the keys j <= i + Sk - Sq (causal, the last query sees every key):
+# One head, causal; query i sees the keys j <= i + Sk - Sq, so the last query sees every key:
 #
 #   forward     s = scale q k^T     p = exp(s - m)        l = sum p     o = p v / l     L = m + ln l
 #   backward    p = exp(s - L)      delta = sum(do * o)   ds = p * (do v^T - delta)
 #               dv = p^T do         dk = scale ds^T q     dq = scale ds k
 #
-# after FlashAttention-2 (Dao, 2023): tiles of queries by keys; the maximum m and the sum l so far are
-# corrected as keys arrive, so no row of p is ever whole; backward makes p again, a tile at a time, from L.
+# after FlashAttention-2 (Dao, 2023).  Weights exist for one tile of queries by keys at a time:
+# forward corrects the maximum m and the sum l so far as keys arrive, backward makes p again from L.
+# Tiles that lie wholly in the future are never visited, and in a tile on the diagonal each register
+# tile stops there.
 #
-# A tile of scores lies transposed, s[key][query]: a lane is a query, and the softmax goes down the tile
-# with no sum across lanes.  All seven products run in one register tile, AR rows x 2 vectors: 8 x 2 sums
-# cover the latency of two FMA a cycle (2 x 4), 6 x 2 is what 16 registers hold.  TILE queries x TILE keys
-# are 64 x 64 or 48 x 48 floats, 16 KB, half of the smallest first-level cache, and leave the other half to
-# the panel they are multiplied with; everything a tile touches, about 160 KB, stays in the second level.
+# Scores lie transposed, s[key][query]: a lane is a query, so the softmax runs down the tile and
+# needs no sum across lanes.  Every operand is first copied into scratch with zeros around it: that
+# leaves one mechanism for every length, stride and head size, and rows a power of two apart no
+# longer push one another out of the cache.
+#
+# All seven products share one register tile of AR rows by two vectors: 8 x 2 sums cover the latency
+# of two FMA a cycle (2 x 4), and 6 x 2 is what 16 registers hold.  While rows go by, a panel two
+# vectors wide (8 to 16 KB) stays in the first-level cache of 32 to 48 KB.  TILE queries x KEYS keys
+# are 64 x 128 or 48 x 96; all that such a tile of backward touches, 270 KB at head size 64 and 480
+# at 128, fits the second level of 1 to 2 MB.
 
 cdef extern from *:
     """
-    enum { AR = MR < 8 ? MR : 8, AL = 2 * VL, TILE = 8 * AR };
+    enum { AR = MR < 8 ? MR : 8, AL = 2 * VL, TILE = 8 * AR, KEYS = 2 * TILE };
     #define prefetch(p) __builtin_prefetch(p)
     """
-    enum: AR, AL, TILE
+    enum: AR, AL, TILE, KEYS
     void prefetch(const void*) noexcept nogil
 
-cdef enum: FAR = 1 << 30            # a shift of the diagonal that leaves everything visible
+cdef enum:
+    CHUNK = 4                       # tiles of queries for which forward stages k and v once
+    FAR = 1 << 30                   # a distance to the diagonal that hides nothing
 
-cdef enum: CHUNK = 8
-
-cdef struct View:
-    float* start                    # [batch, position, head, dim] by strides, the last one 1
+cdef struct View:                   # [batch, position, head, dim] by strides, the last one 1
+    float* start
     idx batch, position, head
 
 cdef struct Attention:
     idx batch, sq, sk, heads, kv_heads, dim
-    idx wide                        # dim rounded up to AL: the row length of a tile in scratch
-    idx keys                        # sk rounded up to TILE
+    idx wide                        # dim rounded up to AL, the row length of every tile in scratch
+    idx keys                        # sk rounded up to KEYS
     float scale
     float* lse
     View q, k, v, o, dy, dq, dk, dv
@@ -1471,26 +1535,28 @@ cdef inline float* at(const View* x, idx b, idx position, idx head) noexcept nog
     return x.start + b*x.batch + position*x.position + head*x.head
 
 
-cdef void describe(Attention* a, const int64_t* dims, const size_t* address, int views, float* lse,
-                   float scale) noexcept nogil:
-    """Fill `a` from Python's integers: six sizes, then three strides per view, in the struct's order."""
+cdef void describe(Attention* a, const int64_t* dims, const size_t* address, int views,
+                   float* lse, float scale) noexcept nogil:
+    """Fill `a` from Python's integers: six sizes, then three strides a view, in its own order."""
     cdef View* view = &a.q
     cdef int i
-    a.batch, a.sq, a.sk, a.heads, a.kv_heads, a.dim = dims[0], dims[1], dims[2], dims[3], dims[4], dims[5]
+    a.batch, a.sq, a.sk = dims[0], dims[1], dims[2]
+    a.heads, a.kv_heads, a.dim = dims[3], dims[4], dims[5]
     a.wide = (a.dim + AL - 1)//AL*AL
-    a.keys = (a.sk + TILE - 1)//TILE*TILE
+    a.keys = (a.sk + KEYS - 1)//KEYS*KEYS
     a.scale, a.lse = scale, lse
     for i in range(views):
         view[i].start = <float*>address[i]
-        view[i].batch, view[i].position, view[i].head = dims[6 + 3*i], dims[7 + 3*i], dims[8 + 3*i]
+        view[i].batch, view[i].position = dims[6 + 3*i], dims[7 + 3*i]
+        view[i].head = dims[8 + 3*i]
 
 
 cdef void stage(const float* x, idx ld, idx rows, idx cols, float alpha, float* y, idx height,
                 idx width) noexcept nogil:
-    """y[height, width] = alpha * x[rows, cols] with zeros around it, so that no product has an odd edge."""
+    """y[height, width] = alpha * x[rows, cols] with zeros around it."""
     cdef idx i, j
     for i in range(rows):
-        for j in range((cols + 15)//16):
+        for j in range((cols + 15)//16):        # hardware does not prefetch rows a page apart
             prefetch(x + (i + 8)*ld + 16*j)
         for j in range(cols):
             y[i*width + j] = x[i*ld + j]*alpha
@@ -1507,69 +1573,86 @@ cdef void flip(const float* x, idx width, float* y) noexcept nogil:
             transpose_tile(x + i*VL*width + j*VL, width, y + j*VL*TILE + i*VL, TILE)
 
 
-cdef inline void lane_tile(idx depth, const float* a, idx row, idx step, const float* b, idx ldb,
-                               float* c, idx ldc, bint add) noexcept nogil:
-    """c[AR, AL] (+)= sum over t < depth of a[i*row + t*step]*b[t*ldb + lane], the sums in registers."""
-    cdef vf sums[AR][2]
+cdef void multiply(idx rows, idx cols, idx depth, const float* a, idx row, idx step,
+                   const float* b, idx ldb, float* c, idx ldc, bint add, idx first,
+                   idx last) noexcept nogil:
+    """c[i, j] (+)= sum over t < depth of a[i*row + t*step]*b[t*ldb + j], by register tiles.
+
+    The register tile at row r takes t from r + first to r + last + AR only: outside, a is known to
+    be 0.  Rows and columns are rounded up to whole register tiles; there must be memory for that.
+    """
+    cdef vf sums[AR][2]             # stays in registers because the loops over it lie inside others
     cdef vf b0, b1
-    cdef idx i, t
-    for i in range(AR):
-        sums[i][0] = (<const vf*>(c + i*ldc))[0] if add else VZERO
-        sums[i][1] = (<const vf*>(c + i*ldc))[1] if add else VZERO
-    for t in range(depth):
-        b0 = (<const vf*>b)[0]
-        b1 = (<const vf*>b)[1]
-        for i in range(AR):
-            sums[i][0] = sums[i][0] + a[i*row]*b0
-            sums[i][1] = sums[i][1] + a[i*row]*b1
-        a += step
-        b += ldb
-    for i in range(AR):
-        (<vf*>(c + i*ldc))[0] = sums[i][0]
-        (<vf*>(c + i*ldc))[1] = sums[i][1]
-
-
-cdef void multiply_tile(idx rows, idx cols, idx depth, const float* a, idx row, idx step, const float* b,
-                  idx ldb, float* c, idx ldc, bint add, idx first, idx last) noexcept nogil:
-    """c[rows, cols] (+)= a b in register tiles; the one at row i takes depth i+first to i+last only."""
-    cdef idx i = 0, j, low, high
-    while i < rows:
-        low = most(0, i + first)
-        high = least(depth, i + AR + last)
+    cdef const float* x
+    cdef const float* y
+    cdef float* z
+    cdef idx r = 0, j, i, t, low, high
+    while r < rows:
+        low, high = most(0, r + first), least(depth, r + last + AR)
         j = 0
         while j < cols:
-            lane_tile(high - low, a + i*row + low*step, row, step, b + low*ldb + j, ldb,
-                          c + i*ldc + j, ldc, add)
+            x, y, z = a + r*row + low*step, b + low*ldb + j, c + r*ldc + j
+            for i in range(AR):
+                sums[i][0] = (<const vf*>(z + i*ldc))[0] if add else VZERO
+                sums[i][1] = (<const vf*>(z + i*ldc))[1] if add else VZERO
+            for t in range(low, high):
+                b0, b1 = (<const vf*>y)[0], (<const vf*>y)[1]
+                for i in range(AR):
+                    sums[i][0] = sums[i][0] + x[i*row]*b0
+                    sums[i][1] = sums[i][1] + x[i*row]*b1
+                x += step
+                y += ldb
+            for i in range(AR):
+                (<vf*>(z + i*ldc))[0] = sums[i][0]
+                (<vf*>(z + i*ldc))[1] = sums[i][1]
             j += AL
-        i += AR
+        r += AR
 
+
+# From here on a tile is `queries` x `keys`, and its query i sees its keys j <= i + shift.
 
 cdef inline idx seen(idx lane, idx keys, idx shift) noexcept nogil:
-    """How many keys of a tile any of the AL queries from `lane` on sees: query i sees i + shift and before."""
+    """How many keys of a tile the last of the AL queries from `lane` on sees."""
     return most(0, least(keys, lane + AL + shift))
 
 
-cdef void scores(const float* k, idx ld, const float* qt, float* s, idx dim, idx queries, idx keys,
-                 idx shift) noexcept nogil:
-    """s[key][query] = k q^T where a query sees a key, whole register tiles of it."""
-    cdef idx j = 0
-    while j < queries:
-        multiply_tile(seen(j, keys, shift), AL, dim, k, ld, 1, qt + j, TILE, s + j, TILE, False, -FAR, FAR)
-        j += AL
+cdef void scores(const float* k, const float* qt, float* s, const Attention* a, idx queries,
+                 idx keys, idx shift) noexcept nogil:
+    """s[key][query] = k q^T down to the diagonal, in whole register tiles."""
+    cdef idx lane = 0
+    while lane < queries:
+        multiply(seen(lane, keys, shift), AL, a.dim, k, a.wide, 1, qt + lane, TILE, s + lane, TILE,
+                 False, -FAR, FAR)
+        lane += AL
 
 
 cdef void hide(float* s, float value, idx lane, idx keys, idx shift) noexcept nogil:
-    """s[key][query] = value for AL queries from `lane` on, where the key lies in the query's future."""
-    cdef idx j, key
+    """s[key][query] = value, for AL queries from `lane` on, where the key lies in the future."""
+    cdef idx key, j
     for key in range(most(0, lane + shift + 1), keys):
         for j in range(lane, least(lane + AL, key - shift)):
             s[key*TILE + j] = value
 
 
+cdef inline void column_max(const float* s, idx keys, const float* start,
+                            float* top) noexcept nogil:
+    """top[lane] = max of start[lane] and the scores below s (skips a NaN: the weights show it)."""
+    cdef vf a = (<const vf*>start)[0], b = (<const vf*>start)[1]
+    cdef idx key
+    for key in range(keys):
+        a = vmax((<const vf*>(s + key*TILE))[0], a)
+        b = vmax((<const vf*>(s + key*TILE))[1], b)
+    (<vf*>top)[0] = a
+    (<vf*>top)[1] = b
+
+
 cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, idx keys,
                        idx shift) noexcept nogil:
-    """Scores to weights exp(s - m); m, l: maximum and sum so far; fade: what earlier sums shrink by."""
-    cdef float top[AL]
+    """Scores to weights exp(s - m), in place; m and l, the maximum and the sum so far, move on.
+
+    fade = exp(old m - m) is what all that was summed before shrinks by.
+    """
+    cdef float top[AL]              # local copies, which the compiler knows not to overlap with s
     cdef float sums[AL]
     cdef float e
     cdef float* x
@@ -1590,50 +1673,39 @@ cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, i
                 x[j] = e
                 sums[j] += e
         memcpy(l + lane, sums, sizeof(sums))
-        hide(s, 0, lane, keys, shift)           # keys not even scored here, but read by a row block
+        hide(s, 0, lane, keys, shift)           # never scored, but read by a register tile of o
         lane += AL
-
-
-cdef inline void column_max(const float* s, idx keys, const float* start, float* top) noexcept nogil:
-    """top[lane] = max of start[lane] and the keys' scores, a NaN skipped (the weights will show it)."""
-    cdef vf a = (<const vf*>start)[0], b = (<const vf*>start)[1]
-    cdef idx key
-    for key in range(keys):
-        a = vmax((<const vf*>(s + key*TILE))[0], a)
-        b = vmax((<const vf*>(s + key*TILE))[1], b)
-    (<vf*>top)[0] = a
-    (<vf*>top)[1] = b
 
 
 cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, const float* k, const float* v,
                        float* room) noexcept nogil:
-    """o and L of at most TILE queries from q0 on, of one head."""
-    cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq, wide = a.wide
-    cdef idx end = least(a.sk, ahead + queries), k0 = 0, keys, shift, i, j
-    cdef idx tile = TILE*wide
+    """o and L of at most TILE queries from q0 on, of one head; k and v staged from key 0 on."""
+    cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq
+    cdef idx wide = a.wide, tile = TILE*wide
+    cdef idx end = ahead + queries, k0 = 0, keys, shift, i, j
     cdef float* q = room
     cdef float* qt = room + tile
     cdef float* o = room + 2*tile
     cdef float* s = room + 3*tile
-    cdef float* m = s + TILE*TILE
+    cdef float* m = s + KEYS*TILE
     cdef float* l = m + TILE
     cdef float* fade = l + TILE
     stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale, q, TILE, wide)
     flip(q, wide, qt)
     for i in range(TILE):
-        m[i] = <float>-1e30                     # finite, so that m - m is no NaN where nothing is visible
+        m[i] = <float>-1e30                     # finite: m - m is no NaN where nothing is visible
     memset(l, 0, TILE*sizeof(float))
     memset(o, 0, tile*sizeof(float))
     while k0 < end:
-        keys, shift = least(TILE, end - k0), ahead - k0
-        scores(k + k0*wide, wide, qt, s, a.dim, queries, keys, shift)
+        keys, shift = least(KEYS, end - k0), ahead - k0
+        scores(k + k0*wide, qt, s, a, queries, keys, shift)
         softmax_tile(s, m, l, fade, queries, keys, shift)
         for i in range(queries):
-            if fade[i] != 1:                    # the later the tile, the rarer a new maximum
+            if fade[i] != 1:                    # the later the keys, the rarer a new maximum
                 for j in range(wide):
                     o[i*wide + j] *= fade[i]
-        multiply_tile(queries, wide, keys, s, 1, TILE, v + k0*wide, wide, o, wide, True, -FAR, shift)
-        k0 += TILE
+        multiply(queries, wide, keys, s, 1, TILE, v + k0*wide, wide, o, wide, True, -FAR, shift)
+        k0 += KEYS
     for i in range(queries):
         a.lse[(b*a.heads + h)*a.sq + q0 + i] = m[i] + logf(l[i])
         l[i] = 0 if l[i] == 0 else 1/l[i]
@@ -1642,10 +1714,11 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, const float* k,
 
 
 cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, float* room) noexcept nogil:
-    """o and L of CHUNK tiles of queries from q0 on; k and v are staged once for all of them."""
+    """o and L of CHUNK tiles of queries from q0 on, of one head."""
     cdef idx last = least(a.sq, q0 + CHUNK*TILE), g = h//(a.heads//a.kv_heads)
     cdef idx keys = most(0, last + a.sk - a.sq), size = a.keys*a.wide
-    stage(at(&a.k, b, 0, g), a.k.position, keys, a.dim, 1, room, least(a.keys, keys + AR), a.wide)
+    cdef idx height = least(a.keys, keys + AR)  # scores read whole register tiles of k
+    stage(at(&a.k, b, 0, g), a.k.position, keys, a.dim, 1, room, height, a.wide)
     stage(at(&a.v, b, 0, g), a.v.position, keys, a.dim, 1, room + size, keys, a.wide)
     while q0 < last:
         forward_tile(a, b, h, q0, room, room + size, room + 2*size)
@@ -1653,27 +1726,29 @@ cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, float* room) n
 
 
 def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, float scale):
-    """o = softmax(scale q k^T) v, causal, and L = ln of the softmax's denominator, for backward.
+    """o = softmax(scale q k^T) v, causal, and L = ln of the softmax's denominator for backward.
 
-    dims: int64 B, Sq, Sk, H, KV, head_dim, then the strides (batch, position, head) of q, k, v, o in
-    elements; the last axis is contiguous.  lse [B, H, Sq].  Query head h reads kv head h // (H/KV).
-    A query that sees no key (Sq > Sk) gets o = 0 and L = -inf.
+    dims: int64 B, Sq, Sk, H, KV, head_dim, then the strides (batch, position, head) of q, k, v, o
+    in elements; the last axis is contiguous.  lse is [B, H, Sq].  Query head h reads kv head
+    h // (H/KV).  A query that sees no key (only where Sq > Sk) gets o = 0 and L = -inf.
     """
     cdef Attention a
     cdef size_t[4] address = [q, k, v, o]
     describe(&a, <const int64_t*>dims, address, 4, <float*>lse, scale)
-    cdef idx chunks = (a.sq + CHUNK*TILE - 1)//(CHUNK*TILE), tasks = a.batch*a.heads*chunks, t
-    cdef idx size = 2*a.keys*a.wide + 3*TILE*a.wide + TILE*TILE + 3*TILE
-    cdef Buffer scratch = Buffer(THREADS*size*sizeof(float))
+    cdef idx chunks = (a.sq + CHUNK*TILE - 1)//(CHUNK*TILE), tasks = a.batch*a.heads*chunks, t, last
+    cdef int threads = most(1, least(tasks, team(a.batch*a.heads*a.sq*a.sk)))
+    cdef idx size = 2*a.keys*a.wide + 3*TILE*a.wide + KEYS*TILE + 3*TILE
+    cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
-    with nogil, parallel(num_threads=team(a.batch*a.heads*a.sq*a.sk)):
-        for t in prange(tasks, schedule='dynamic'):     # late queries see the most: they go first
-            forward_chunk(&a, t//(chunks*a.heads), t//chunks % a.heads, (chunks - 1 - t % chunks)*CHUNK*TILE,
+    with nogil, parallel(num_threads=threads):
+        for t in prange(tasks, schedule='dynamic'):
+            last = chunks - 1 - t % chunks      # late queries see the most: they go first
+            forward_chunk(&a, t//chunks//a.heads, t//chunks % a.heads, last*CHUNK*TILE,
                           room + threadid()*size)
 
 
 cdef void row_dots(const float* x, const float* y, idx width, float* z) noexcept nogil:
-    """z[row] = sum of x*y over the row, for TILE rows: lanes first, then the lanes in order."""
+    """z[row] = sum of x*y over the row, for TILE rows: in lanes first, then the lanes in order."""
     cdef float lanes[VL]
     cdef vf sums
     cdef idx i, j
@@ -1687,43 +1762,42 @@ cdef void row_dots(const float* x, const float* y, idx width, float* z) noexcept
             z[i] += lanes[j]
 
 
-cdef void weights_backward(float* p, float* ds, const float* lse, const float* delta, idx queries,
-                           idx keys, idx shift) noexcept nogil:
-    """In place: scores p to weights exp(p - L), and ds = do v^T to p*(ds - delta)."""
-    cdef float big[AL]
+cdef void gradient_tile(float* p, float* ds, const float* lse, const float* delta, idx queries,
+                        idx keys, idx shift) noexcept nogil:
+    """In place: scores p to weights exp(p - L); ds, which comes as v do^T, to p*(ds - delta)."""
+    cdef float total[AL]            # local copies, as in softmax_tile
     cdef float mean[AL]
     cdef float* x
     cdef float* y
     cdef idx lane = 0, key, j
     while lane < queries:
-        memcpy(big, lse + lane, sizeof(big))
+        memcpy(total, lse + lane, sizeof(total))
         memcpy(mean, delta + lane, sizeof(mean))
         for key in range(seen(lane, keys, shift)):
-            x = p + key*TILE + lane
-            y = ds + key*TILE + lane
+            x, y = p + key*TILE + lane, ds + key*TILE + lane
             for j in range(AL):
-                x[j] = fexp(x[j] - big[j])
+                x[j] = fexp(x[j] - total[j])
                 y[j] = x[j]*(y[j] - mean[j])
-        hide(p, 0, lane, keys, shift)
+        hide(p, 0, lane, keys, shift)           # set, not multiplied: exp may have overflowed there
         hide(ds, 0, lane, keys, shift)
         lane += AL
 
 
 cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, const float* k, const float* v,
                         float* dk, float* dv, float* room) noexcept nogil:
-    """dq of at most TILE queries from q0 on, of one head; what they give to dk and dv is added there."""
-    cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq, wide = a.wide
-    cdef idx end = (ahead + queries + AR - 1)//AR*AR     # whole register tiles: what is too much lies in the future
-    cdef idx k0 = 0, keys, shift, i, j
-    cdef idx tile = TILE*wide
+    """dq of at most TILE queries from q0 on, of one head; adds their part of dk and dv."""
+    cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq
+    cdef idx wide = a.wide, tile = TILE*wide
+    # Whole register tiles of keys: the odd ones lie in every query's future and get p = ds = 0.
+    cdef idx end = (ahead + queries + AR - 1)//AR*AR, k0 = 0, keys, shift, i, j
     cdef float* q = room
     cdef float* qt = room + tile
     cdef float* dy = room + 2*tile
     cdef float* dyt = room + 3*tile
-    cdef float* dq = room + 4*tile
+    cdef float* dq = room + 4*tile              # holds o until delta is known
     cdef float* p = room + 5*tile
-    cdef float* ds = p + TILE*TILE
-    cdef float* lse = ds + TILE*TILE
+    cdef float* ds = p + KEYS*TILE
+    cdef float* lse = ds + KEYS*TILE
     cdef float* delta = lse + TILE
     stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale, q, TILE, wide)
     stage(at(&a.dy, b, q0, h), a.dy.position, queries, a.dim, 1, dy, TILE, wide)
@@ -1734,29 +1808,29 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, const float* k
     flip(dy, wide, dyt)
     memset(dq, 0, tile*sizeof(float))
     while k0 < end:
-        keys, shift = least(TILE, end - k0), ahead - k0
-        scores(k + k0*wide, wide, qt, p, a.dim, queries, keys, shift)
-        scores(v + k0*wide, wide, dyt, ds, a.dim, queries, keys, shift)
-        weights_backward(p, ds, lse, delta, queries, keys, shift)
-        multiply_tile(keys, wide, queries, p, TILE, 1, dy, wide, dv + k0*wide, wide, True, -shift, FAR)
-        multiply_tile(keys, wide, queries, ds, TILE, 1, q, wide, dk + k0*wide, wide, True, -shift, FAR)
-        multiply_tile(queries, wide, keys, ds, 1, TILE, k + k0*wide, wide, dq, wide, True, -FAR, shift)
-        k0 += TILE
+        keys, shift = least(KEYS, end - k0), ahead - k0
+        scores(k + k0*wide, qt, p, a, queries, keys, shift)
+        scores(v + k0*wide, dyt, ds, a, queries, keys, shift)
+        gradient_tile(p, ds, lse, delta, queries, keys, shift)
+        multiply(keys, wide, queries, p, TILE, 1, dy, wide, dv + k0*wide, wide, True, -shift, FAR)
+        multiply(keys, wide, queries, ds, TILE, 1, q, wide, dk + k0*wide, wide, True, -shift, FAR)
+        multiply(queries, wide, keys, ds, 1, TILE, k + k0*wide, wide, dq, wide, True, -FAR, shift)
+        k0 += KEYS
     for i in range(queries):
         for j in range(a.dim):
             at(&a.dq, b, q0 + i, h)[j] = dq[i*wide + j]*a.scale
 
 
 cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept nogil:
-    """dq, dk, dv of one kv head: its query heads one after the other, each in order of its queries."""
-    cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, h, i, q0
+    """dq, dk, dv of one kv head: its query heads one by one, the queries of each in order."""
+    cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, h, q0, i
     cdef float* k = room
     cdef float* v = room + size
     cdef float* dk = room + 2*size
     cdef float* dv = room + 3*size
     stage(at(&a.k, b, 0, g), a.k.position, a.sk, a.dim, 1, k, a.keys, a.wide)
     stage(at(&a.v, b, 0, g), a.v.position, a.sk, a.dim, 1, v, a.keys, a.wide)
-    memset(dk, 0, 2*size*sizeof(float))
+    memset(dk, 0, 2*size*sizeof(float))         # dv follows dk
     for h in range(g*group, (g + 1)*group):
         q0 = 0
         while q0 < a.sq:
@@ -1769,7 +1843,7 @@ cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept 
 
 def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dy, size_t dq,
                        size_t dk, size_t dv, size_t dims, float scale):
-    """dq, dk, dv (overwritten) from dy, the gradient of o, and from what `attention` left in o and lse.
+    """dq, dk, dv (overwritten) from dy, the gradient of o, and the o and lse that `attention` left.
 
     dims as for `attention`, with the strides of q, k, v, o, dy, dq, dk, dv.
     """
@@ -1777,15 +1851,16 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
     cdef size_t[8] address = [q, k, v, o, dy, dq, dk, dv]
     describe(&a, <const int64_t*>dims, address, 8, <float*>lse, scale)
     cdef idx tasks = a.batch*a.kv_heads, t
-    cdef idx size = 4*a.keys*a.wide + 5*TILE*a.wide + 2*TILE*TILE + 2*TILE
-    cdef Buffer scratch = Buffer(THREADS*size*sizeof(float))
+    cdef int threads = most(1, least(tasks, team(a.batch*a.heads*a.sq*a.sk)))
+    cdef idx size = 4*a.keys*a.wide + 5*TILE*a.wide + 2*KEYS*TILE + 2*TILE
+    cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
-    with nogil, parallel(num_threads=team(a.batch*a.heads*a.sq*a.sk)):
+    with nogil, parallel(num_threads=threads):
         for t in prange(tasks, schedule='dynamic'):
             backward_head(&a, t//a.kv_heads, t % a.kv_heads, room + threadid()*size)
 # ---- 9. Optimizer --------------------------------------------------------------------------------
 
-cdef enum: SQUARES = 65536          # elements per partial sum of the global norm, whatever splits the arena
+cdef enum: SQUARES = 65536          # elements per partial sum of the global norm
 
 
 cdef double square_sum(const float* x, idx n) noexcept nogil:
@@ -1834,15 +1909,15 @@ cdef void adamw_part(float* p, float* g, float* m, float* v, idx n, float scale,
 
 def adamw(size_t p, size_t g, size_t m, size_t v, idx n, lr, beta1, beta2, eps, weight_decay, bias1,
           bias2, grad_scale):
-    """One step of AdamW (torch's) over n elements; g is zeroed.  bias1 = 1 - beta1^t, bias2 = 1 - beta2^t.
+    """One step of AdamW (torch's) over n elements; g is zeroed.  bias_i = 1 - beta_i^step.
 
         m = fma(1 - beta1, fma(g, grad_scale, -m), m)
         v = fma((1 - beta2)*g', g', beta2*v)                  with g' = g*grad_scale
         p = fma(-lr/bias1, m/(sqrt(v)/sqrt(bias2) + eps), p*(1 - lr*weight_decay))
 
-    in fp32, every operation above rounded once, so that a GPU can repeat it to the bit.  The arguments
-    are doubles; 1 - beta1, 1 - beta2, -lr/bias1, sqrt(bias2) and 1 - lr*weight_decay are formed in double
-    by Python, out of reach of a compiler that would fuse them, and rounded to fp32 once.
+    in fp32, each operation above rounded once, so that a GPU can repeat it to the bit.  The scalars
+    come as doubles; 1 - beta1, 1 - beta2, -lr/bias1, sqrt(bias2) and 1 - lr*weight_decay are formed
+    in double as Python objects, where no compiler fuses them, and rounded to fp32 once.
     """
     cdef float scale = grad_scale, blend1 = 1.0 - beta1, decay2 = beta2, blend2 = 1.0 - beta2
     cdef float root = sqrt(bias2), tiny = eps, keep = 1.0 - lr*weight_decay, minus_step = -lr/bias1

@@ -1,21 +1,21 @@
-"""tensor: arrays, the memory under them, and the one table of operations that every device implements.
+"""tensor: arrays, the memory under them, and one table of operations for every device.
 
 How it reads, top to bottom:
 
 1. The CPU core       which build of fast_cpu this machine can run, how many threads it gets
 2. Tensor             storage + offset + shape + strides + dtype + device; NumPy in and out
 3. The table          `@row` puts an operation on record: name, signature, dtypes, a benchmark shape
-4. Primitives         copies, arithmetic with broadcasting, products, activations, reductions, softmax
+4. Primitives         copies, arithmetic with broadcasting, products, activations, reductions
 5. The model's rows   embedding, norms, linear, RoPE, attention, SwiGLU, head with loss
 6. Training's rows    block sums, clipping, AdamW, Newton-Schulz, casts, dropout masks
 
-A row is a plain function on tensors that knows nothing of gradients: `autograd.py` builds the tape from
-rows, in which `x_backward` is a row like any other.  Rows allocate their results, except where an
-argument is called `out`; `acc=True` then means "add to what is there".  Rows accept any strides and
-copy where a kernel wants contiguous memory; the model's own calls never need that copy.
+A row is a plain function on tensors that knows nothing of gradients; `autograd.py` builds the tape
+from rows, and `silu_backward` is a row like any other.  Rows allocate their results, except where
+an argument is called `out`; acc=True then means "add to what is there".  Rows accept any strides
+and copy where a kernel wants contiguous memory; the model's own calls never need that copy.
 
-Adding an operation: a kernel in fast_cpu.pyx, a row here, a forward + backward in autograd.py, a line in
-test_all.py.  README.md does it once, step by step.
+Adding an operation: a kernel in fast_cpu.pyx, a row here, a forward + backward in autograd.py, a
+line in test_all.py.  README.md does it once, step by step.
 """
 import array
 import ctypes
@@ -29,10 +29,10 @@ import typing
 
 import numpy as np
 
-# ---- 1. The CPU core --------------------------------------------------------------------------------
+# ---- 1. The CPU core -----------------------------------------------------------------------------
 
-# Name of a build: the flags of /proc/cpuinfo that it was compiled for and needs, in rising order of speed.
-# setup.py reads this literal as text and compiles fast_cpu.pyx once for each entry.
+# Name of a build: the flags of /proc/cpuinfo that it was compiled for and needs, in rising order of
+# speed. setup.py reads this literal as text and compiles fast_cpu.pyx once for each entry.
 INSTRUCTION_SETS = {
     "baseline": (),
     "avx2": ("avx2", "fma", "f16c", "bmi2"),
@@ -45,7 +45,7 @@ INSTRUCTION_SETS = {
 
 
 def cpu_flags():
-    """The instruction sets of this processor, by their names in /proc/cpuinfo; empty off x86 Linux."""
+    """This processor's instruction sets by their names in /proc/cpuinfo; empty off x86 Linux."""
     try:
         with open("/proc/cpuinfo") as f:
             lines = [line for line in f if line.startswith("flags")]
@@ -55,7 +55,7 @@ def cpu_flags():
 
 
 def runnable(name):
-    """Can this machine run the build `name`?  AMX also needs the kernel's leave (arch_prctl, tile data)."""
+    """Can this machine run the build `name`?  AMX also needs the kernel's leave for tile data."""
     if not set(INSTRUCTION_SETS[name]) <= cpu_flags():
         return False
     if name == "amx":
@@ -66,14 +66,16 @@ def runnable(name):
 
 def builds():
     """{name: file} of the compiled cores that lie beside this file, in rising order."""
-    here, file = os.path.dirname(os.path.abspath(__file__)), "fast_cpu" + sysconfig.get_config_var("EXT_SUFFIX")
-    paths = {name: os.path.join(here, "isa", name, file) for name in INSTRUCTION_SETS}
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "isa")
+    file = "fast_cpu" + sysconfig.get_config_var("EXT_SUFFIX")
+    paths = {name: os.path.join(folder, name, file) for name in INSTRUCTION_SETS}
     return {name: path for name, path in paths.items() if os.path.exists(path)}
 
 
 def load_core():
     """(name, module) of the fastest build that runs here, or of the one that XTRAIN_ISA names."""
-    # A team that waits for 10 ms by spinning answers in 1 us; asleep it takes 60.  The user's choice stands.
+    # A team that waits for 10 ms by spinning answers in 1 us; asleep it takes 60.  The user's
+    # choice stands.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
     there, forced = builds(), os.environ.get("XTRAIN_ISA")
@@ -81,7 +83,7 @@ def load_core():
         raise ImportError("xtrain's CPU core is not built: run 'pip install -e .' in its folder")
     if forced and (forced not in there or not runnable(forced)):
         usable = ", ".join(name for name in there if runnable(name))
-        raise ImportError(f"XTRAIN_ISA={forced}: not built or not for this processor; usable: {usable}")
+        raise ImportError(f"XTRAIN_ISA={forced}: not built or not runnable here; usable: {usable}")
     name = forced or [name for name in there if runnable(name)][-1]
     loader = importlib.machinery.ExtensionFileLoader("fast_cpu", there[name])
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("fast_cpu", loader))
@@ -91,22 +93,22 @@ def load_core():
 
 def cgroup_cores():
     """The processor quota of this process's control group, in cores; inf without one."""
-    for quota, period in (("/sys/fs/cgroup/cpu.max", None),
-                          ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us")):
+    old = "/sys/fs/cgroup/cpu/cpu.cfs_"
+    for files in (["/sys/fs/cgroup/cpu.max"], [old + "quota_us", old + "period_us"]):
         try:
-            words = open(quota).read().split() + (open(period).read().split() if period else [])
-            if words[0] not in ("max", "-1"):
-                return int(words[0])/int(words[1])
-        except (OSError, ValueError, IndexError):
+            quota, period = " ".join(open(f).read() for f in files).split()
+            if quota not in ("max", "-1"):
+                return int(quota)/int(period)
+        except (OSError, ValueError):
             continue
     return math.inf
 
 
 def physical_cores():
-    """Physical cores that this process may use: hyper-threads share an FMA unit and would only get in the way."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    """Physical cores that this process may use: hyper-threads would only share their FMA units."""
+    mine = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))
     siblings = set()
-    for cpu in allowed:
+    for cpu in mine(0):
         try:
             with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as f:
                 siblings.add(f.read())
@@ -121,7 +123,7 @@ threads = core.get_threads
 
 
 def set_threads(n=None):
-    """Use n threads; by default OMP_NUM_THREADS if set, else every physical core.  Results do not change."""
+    """Use n threads; by default OMP_NUM_THREADS, or every physical core.  No result changes."""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     core.set_threads(n or (int(asked) if asked.isdigit() and int(asked) else physical_cores()))
 
@@ -129,7 +131,7 @@ def set_threads(n=None):
 set_threads()
 
 
-# ---- 2. Tensor ----------------------------------------------------------------------------------------
+# ---- 2. Tensor -----------------------------------------------------------------------------------
 
 # NumPy's type and the bytes of each dtype.  bf16 is storage only (the upper half of an fp32).
 DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(np.uint16), "f64": np.dtype(np.float64),
@@ -137,8 +139,11 @@ DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(np.uint16), "f64": np.dt
 
 
 class Storage:
-    """A piece of memory with a version that every write from outside or by an optimizer raises: packed
-    weights and bf16 mirrors remember the version they were made from."""
+    """A piece of memory and its version.
+
+    Every write from outside, or by an optimizer, raises the version: what is derived from a tensor
+    (packed weights, bf16 mirrors) remembers which version it was made from.
+    """
     __slots__ = ("buffer", "address", "device", "version")
 
     def __init__(self, nbytes, device):
@@ -155,7 +160,8 @@ class Tensor:
     `requires_grad`, `grad` (a Tensor of the same shape, or None), `node` and `index` belong to
     autograd.py, which also gives this class its operators.
     """
-    __slots__ = ("storage", "shape", "strides", "offset", "dtype", "requires_grad", "_grad", "node", "index")
+    __slots__ = ("storage", "shape", "strides", "offset", "dtype", "requires_grad", "_grad", "node",
+                 "index")
 
     def __init__(self, storage, shape, strides, offset=0, dtype="f32", requires_grad=False):
         self.storage, self.shape, self.strides = storage, shape, strides
@@ -182,9 +188,10 @@ class Tensor:
         self._grad = value
 
     def view(self, shape, strides=None, offset=None):
-        """Another view of the same storage; contiguous and from the same start unless said otherwise."""
+        """Another view of this storage; by default contiguous and from the same start."""
         strides = contiguous_strides(shape) if strides is None else strides
-        return Tensor(self.storage, tuple(shape), strides, self.offset if offset is None else offset, self.dtype)
+        offset = self.offset if offset is None else offset
+        return Tensor(self.storage, tuple(shape), strides, offset, self.dtype)
 
     def detach(self):
         """The same elements, off the tape."""
@@ -215,7 +222,7 @@ class Tensor:
         """Overwrite with an array of exactly this shape: the one way to write from outside."""
         values = np.asarray(values)
         if values.shape != self.shape:
-            raise ValueError(f"set_: a tensor of shape {self.shape} cannot take values of shape {values.shape}")
+            raise ValueError(f"set_: a tensor of shape {self.shape} cannot take {values.shape}")
         if self.dtype == "bf16":
             values = cast(tensor(values.astype(np.float32)), "bf16").array()
         self.array()[...] = values
@@ -246,8 +253,8 @@ def contiguous_strides(shape):
 def empty(shape, dtype="f32", device="cpu"):
     """A new contiguous tensor; its contents are undefined."""
     shape = tuple(shape)
-    return Tensor(Storage(math.prod(shape)*DTYPES[dtype].itemsize, device), shape, contiguous_strides(shape),
-                  dtype=dtype)
+    storage = Storage(math.prod(shape)*DTYPES[dtype].itemsize, device)
+    return Tensor(storage, shape, contiguous_strides(shape), dtype=dtype)
 
 
 def zeros(shape, dtype="f32", device="cpu"):
@@ -258,7 +265,10 @@ def zeros(shape, dtype="f32", device="cpu"):
 
 
 def tensor(values, device="cpu", requires_grad=False):
-    """Copy an array, list or number into a new tensor: floats become f32, integers i64 (int32 stays i32)."""
+    """Copy an array, list or number into a new tensor.
+
+    Floats become f32, integers and booleans i64 (int32 stays i32, uint8 u8); TypeError for others.
+    """
     values = np.asarray(values)
     if values.dtype.kind in "iub":
         dtype = {np.dtype(np.int32): "i32", np.dtype(np.uint8): "u8"}.get(values.dtype, "i64")
@@ -279,7 +289,7 @@ def need(true, name, why, *tensors):
         raise ValueError(f"{name}: {why}: {shapes}")
 
 
-# ---- 3. The table -------------------------------------------------------------------------------------
+# ---- 3. The table --------------------------------------------------------------------------------
 
 class Row:
     """One operation: calling it runs the implementation of the device its tensors are on."""
@@ -297,7 +307,7 @@ TABLE = {}
 
 
 def row(bench, dtypes=("f32",)):
-    """Decorator: enter a function into the table.  `bench` returns arguments of a typical size for it."""
+    """Decorator: enter a function into the table; bench() returns arguments of a typical size."""
     def enter(cpu):
         TABLE[cpu.__name__] = Row(cpu, dtypes, bench)
         return TABLE[cpu.__name__]
@@ -335,11 +345,11 @@ def flat2(t):
     return t.view((t.size//t.shape[-1] if t.shape[-1] else 0, t.shape[-1]))
 
 
-# ---- 4. Primitives ------------------------------------------------------------------------------------
+# ---- 4. Primitives -------------------------------------------------------------------------------
 
 @row(lambda: (sample(1024, 4096).view((4096, 1024), (1, 4096)),), dtypes=tuple(DTYPES))
 def copy(x, out=None):
-    """The elements of x, any strides, in a new contiguous tensor or in `out` (any strides, same shape)."""
+    """x in a new contiguous tensor, or in `out` (of the same shape, any strides)."""
     out = empty(x.shape, x.dtype, x.device) if out is None else out
     need(out.shape == x.shape, "copy", "shapes differ", x, out)
     shape, sa = longs(*x.shape)
@@ -463,7 +473,7 @@ def silu_backward(dy, x):
 
 @row(lambda: (sample(4096, 1024),))
 def gelu(x):
-    """The tanh form, x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016)."""
+    """x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016)."""
     return activation(core.GELU, x)
 
 
@@ -515,7 +525,7 @@ def softmax_backward(dy, y):
 
 
 def operand(t):
-    """(tensor, leading dimension, transposed?) of a matrix view for the product; copied if it is neither."""
+    """A matrix view as (tensor, leading dimension, transposed?); copied if it is neither."""
     rows, cols = t.shape[-2:]
     down, along = t.strides[-2:]
     if along == 1 and (down >= cols or rows == 1):
@@ -526,20 +536,25 @@ def operand(t):
 
 
 def starts(t, batch):
-    """Where each matrix of a batch starts, in elements from t.ptr: int64 [prod(batch)], broadcasting."""
-    strides = [0]*(len(batch) - t.ndim + 2) + [s if n > 1 else 0 for n, s in zip(t.shape[:-2], t.strides)]
-    at = np.zeros(batch, np.int64)
-    for axis, stride in enumerate(strides):
-        at += np.arange(batch[axis]).reshape([-1 if i == axis else 1 for i in range(len(batch))])*stride
-    return at.reshape(-1)
+    """Where each matrix of a broadcast batch starts, in elements from t.ptr: int64 [items]."""
+    wide = expand(t, (*batch, *t.shape[-2:]), "matmul")
+    return sum_outer([np.arange(n)*s for n, s in zip(batch, wide.strides)])
+
+
+def sum_outer(steps):
+    """All sums of one entry of each array, the last array fastest: [2, 3 entries] -> 6 sums."""
+    at = np.zeros(1, np.int64)
+    for step in steps:
+        at = np.add.outer(at, step).reshape(-1)
+    return at
 
 
 @row(lambda: (sample(1024, 1024), sample(1024, 1024)))
 def matmul(a, b, out=None, acc=False):
-    """a [..., m, k] @ b [..., k, n] -> [..., m, n], batch axes broadcast, transposed views read in place.
+    """a [..., m, k] @ b [..., k, n] -> [..., m, n]; batch axes broadcast.
 
-    `out` is a tensor to write to (acc: to add to), with rows contiguous.  C = op(A) op(B) covers a
-    product's own gradients: dA = dC B^T and dB = A^T dC.
+    `out` is a tensor to write to (acc: to add to), with contiguous rows.  Transposed views are read
+    in place, so that C = op(A) op(B) also covers a product's gradients: dA = dC B^T, dB = A^T dC.
     """
     need(a.ndim >= 2 and b.ndim >= 2 and a.shape[-1] == b.shape[-2], "matmul",
          "wants [..., m, k] and [..., k, n], got", a, b)
@@ -555,19 +570,22 @@ def matmul(a, b, out=None, acc=False):
         core.gemm(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc)
     else:
         at = np.stack([starts(t, batch) for t in (a, b, out)], 1)
-        core.gemm_batch(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc, len(at), at.ctypes.data)
+        core.gemm_batch(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc, len(at),
+                        at.ctypes.data)
     return out
 
 
 @row(lambda: (sample(4096, 1000), ids(4096)))
 def cross_entropy(logits, targets):
-    """(loss 0-d f32, dlogits): the mean of logsumexp(row) - row[target] over targets >= 0, and its gradient."""
+    """Mean over targets >= 0 of logsumexp(row) - row[target], 0-d -> (loss, dlogits)."""
     rows, cols = flat2(packed(logits)).shape
-    need(targets.size == rows, "cross_entropy", "wants [..., classes] and targets [...], got", logits, targets)
+    need(targets.size == rows, "cross_entropy", "wants [..., classes] and targets [...], got",
+         logits, targets)
     check_ids("cross_entropy", targets, cols, lowest=-1)
     counted = max(1, int((targets.array() >= 0).sum()))
     dlogits, losses = copy(logits), empty((rows,), "f64", logits.device)
-    core.cross_entropy(dlogits.ptr, cols, packed(targets).ptr, losses.ptr, rows, cols, 1.0/counted, 1, cols)
+    targets = packed(targets)
+    core.cross_entropy(dlogits.ptr, cols, targets.ptr, losses.ptr, rows, cols, 1.0/counted, 1, cols)
     return tensor(losses.array().sum()/counted), dlogits
 
 
@@ -575,12 +593,13 @@ def check_ids(name, tokens, below, lowest=0):
     """Token ids outside [lowest, below) are an IndexError, before they become a wild pointer."""
     if tokens.dtype != "i64":
         raise TypeError(f"{name}: wants i64 ids, got {tokens.dtype} {tokens.shape}")
-    if tokens.size and not (lowest <= tokens.array().min() and tokens.array().max() < below):
-        raise IndexError(f"{name}: ids must lie in [{lowest}, {below}), got {tokens.array().min()} to "
-                         f"{tokens.array().max()} in {tokens.shape}")
+    low, high = (tokens.array().min(), tokens.array().max()) if tokens.size else (0, 0)
+    if not lowest <= low <= high < below:
+        raise IndexError(f"{name}: ids must lie in [{lowest}, {below}), got {low} to {high} in "
+                         f"{tokens.shape}")
 
 
-# ---- 5. The model's rows ------------------------------------------------------------------------------
+# ---- 5. The model's rows -------------------------------------------------------------------------
 
 @row(lambda: (ids(8, 512), sample(1000, 512)))
 def embed(tokens, w):
@@ -594,7 +613,7 @@ def embed(tokens, w):
 
 @row(lambda: (sample(4096, 512), ids(4096), argsort(ids(4096)), zeros((1000, 512))))
 def embed_backward(dy, tokens, order, out):
-    """out[token] += the rows of dy with that token, in `order` (the stable argsort of the tokens)."""
+    """out[token] += rows of dy, by token in `order`, the stable argsort of the tokens."""
     dy, tokens, order = packed(dy), packed(tokens), packed(order)
     core.embed_backward(tokens.ptr, order.ptr, dy.ptr, out.ptr, tokens.size, out.shape[1])
     return out
@@ -619,27 +638,34 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
     total = x if residual is None else empty(x.shape, "f32", x.device)
     y, rstd = empty(x.shape, "f32", x.device), empty((rows,), "f32", x.device)
     residual = None if residual is None else packed(residual)
-    core.add_rmsnorm(x.ptr, address(residual), w.ptr, 0 if residual is None else total.ptr, y.ptr, rstd.ptr, rows, dim, eps)
+    core.add_rmsnorm(x.ptr, address(residual), w.ptr, 0 if residual is None else total.ptr, y.ptr,
+                     rstd.ptr, rows, dim, eps)
     return total, y, rstd
 
 
-@row(lambda: (sample(4096, 512), None, sample(4096, 512), sample(512), sample(4096), zeros((4096, 512)), True,
-              zeros((512,))))
+@row(lambda: (sample(4096, 512), None, sample(4096, 512), sample(512), sample(4096),
+              zeros((4096, 512)), True, zeros((512,))))
 def add_rmsnorm_backward(dy, dtotal, total, w, rstd, out, acc, dw):
-    """Into out: the gradient of `total` through the norm, plus dtotal (or None); dw (or None) += its own."""
+    """out := d(total) through the norm, plus dtotal unless None; added to out if acc.
+
+    dw [dim], unless None, has the weight's gradient added to it.
+    """
     dy, total, w = packed(dy), packed(total), packed(w)
     dtotal = None if dtotal is None else packed(dtotal)
     rows, dim = flat2(total).shape
-    core.add_rmsnorm_backward(dy.ptr, address(dtotal), total.ptr, w.ptr, rstd.ptr, out.ptr, acc, address(dw),
-                              rows, dim)
+    core.add_rmsnorm_backward(dy.ptr, address(dtotal), total.ptr, w.ptr, rstd.ptr, out.ptr, acc,
+                              address(dw), rows, dim)
     return out
 
 
 class Dropout(typing.NamedTuple):
-    """Which random words a dropout reads: Philox4x32-10 with key = seed, counter = (number of the sequence
-    in the whole run, site, element/4), word = element % 4, element = position*dim + channel (Salmon et
-    al., 2011).  An element is kept iff its word >= floor(p * 2^32).  Batch shape, rank and micro-step do
-    not enter, so every way of cutting up a run, and every recomputation, draws the same mask."""
+    """Which random words a dropout reads (Philox4x32-10; Salmon et al., 2011).
+
+    Key = seed, counter = (number of the sequence in the whole run, site, element/4), the word is
+    element % 4, with element = position*dim + channel.  An element is kept iff its word is at least
+    floor(p * 2^32).  Batch shape, rank and micro-step do not enter: every way of cutting up a run,
+    and every recomputation, draws the same mask.
+    """
     p: float
     seed: int
     first_sequence: int     # number of row 0 of the batch in the whole run
@@ -649,6 +675,9 @@ class Dropout(typing.NamedTuple):
     keep_scale = property(lambda self: 1.0/(1.0 - self.p))
 
 
+NO_DROPOUT = Dropout(0.0, 0, 0, 0)
+
+
 @row(lambda: (sample(8, 512, 512), sample(512, 512), sample(8, 512, 512), Dropout(0.1, 1, 0, 0)))
 def linear(x, w, residual=None, dropout=None):
     """residual + dropout(x w^T): x [..., in], w [out, in], residual [..., out] -> [..., out].
@@ -656,38 +685,39 @@ def linear(x, w, residual=None, dropout=None):
     Dropout and residual are applied while the product's block is in cache.  With dropout x is
     [batch, seq, in].
     """
-    need(w.ndim == 2 and x.ndim and x.shape[-1] == w.shape[1], "linear", "wants [..., in] and [out, in], got", x, w)
+    need(w.ndim == 2 and x.ndim and x.shape[-1] == w.shape[1], "linear",
+         "wants [..., in] and [out, in], got", x, w)
+    need(dropout is None or x.ndim == 3, "linear", "dropout wants [batch, seq, in], got", x)
     out = empty((*x.shape[:-1], w.shape[0]), "f32", x.device)
-    need(residual is None or residual.shape == out.shape, "linear", "product and residual differ", out, residual)
-    (w, ldw, tw), x2 = operand(w), flat2(packed(x))
-    extra = ()
-    if residual is not None or dropout is not None:
-        residual = None if residual is None else packed(residual)
-        drop = dropout or Dropout(0.0, 0, 0, 0)
-        extra = (address(residual), drop.threshold, drop.seed, drop.first_sequence, drop.site, x.shape[-2] if x.ndim > 1 else 1,
-                 drop.keep_scale)
-    core.gemm(x2.ptr, x2.shape[1], 0, w.ptr, ldw, not tw, out.ptr, w.shape[0], x2.shape[0], w.shape[0],
-              x2.shape[1], 0, *extra)
+    need(residual is None or residual.shape == out.shape, "linear", "product and residual differ",
+         out, residual)
+    (w, ldw, tw), x = operand(w), packed(x)
+    residual, how = None if residual is None else packed(residual), dropout or NO_DROPOUT
+    core.gemm(x.ptr, x.shape[-1], False, w.ptr, ldw, not tw, out.ptr, w.shape[0], flat2(x).shape[0],
+              w.shape[0], x.shape[-1], False, address(residual), how.threshold, how.seed,
+              how.first_sequence, how.site, x.shape[-2] if x.ndim > 1 else 1, how.keep_scale)
     return out
 
 
 @row(lambda: (sample(8, 512, 512), Dropout(0.1, 1, 0, 0)))
 def dropout(x, how):
-    """x * mask / (1 - p) for x [batch, seq, dim] and a `Dropout`; its own backward, applied to dy."""
+    """x * mask / (1 - p) for x [batch, seq, dim]; applied to dy it is its own backward."""
     need(x.ndim == 3, "dropout", "wants [batch, seq, dim], got", x)
     x = packed(x)
     out = empty(x.shape, "f32", x.device)
-    core.dropout(x.ptr, out.ptr, *x.shape, how.first_sequence, how.site, how.seed, how.threshold, how.keep_scale)
+    core.dropout(x.ptr, out.ptr, *x.shape, how.first_sequence, how.site, how.seed, how.threshold,
+                 how.keep_scale)
     return out
 
 
-@row(lambda: (sample(8, 512, 16*32), sample(512, 16), sample(512, 16), 8, 4, sample(32), sample(32)))
+@row(lambda: (sample(8, 512, 16*32), *cos_sin(512, 32), 8, 4, sample(32), sample(32)))
 def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, eps=1e-6):
-    """Per head RMSNorm of q and k (if weights are given), then rotary position embedding (Su et al., 2021).
+    """RMSNorm of each q and k head (with weights), then RoPE (Su et al., 2021).
 
-    qkv [batch, seq, (heads + 2 kv_heads) * head_dim]; cos, sin [seq, head_dim/2]; weights [head_dim].
-    Channel i turns with channel i + head_dim/2, as in Hugging Face's files.  -> (out
-    [batch, seq, heads + 2 kv_heads, head_dim], the v part copied; rstd [rows, heads + kv_heads] or None).
+    qkv [batch, seq, (heads + 2 kv_heads) * head_dim]; cos, sin [seq, head_dim/2]; weights
+    [head_dim] or None.  Channel i turns with channel i + head_dim/2, as in Hugging Face's files.
+    -> out [batch, seq, heads + 2 kv_heads, head_dim] with the v part copied, and rstd
+    [rows, heads + kv_heads] (None without weights).
     """
     parts = heads + 2*kv_heads
     need(qkv.ndim == 3 and qkv.shape[2] % parts == 0, "qk_norm_rope",
@@ -699,33 +729,42 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
     qkv, cos, sin = packed(qkv), packed(cos), packed(sin)
     out = empty((B, S, parts, head_dim), "f32", qkv.device)
     rstd = None if q_weight is None else empty((B*S, heads + kv_heads), "f32", qkv.device)
-    core.qk_norm_rope(qkv.ptr, out.ptr, address(q_weight), address(k_weight), cos.ptr, sin.ptr, address(rstd),
-                      B*S, S, heads, kv_heads, head_dim, eps)
+    core.qk_norm_rope(qkv.ptr, out.ptr, address(q_weight), address(k_weight), cos.ptr, sin.ptr,
+                      address(rstd), B*S, S, heads, kv_heads, head_dim, eps)
     return out, rstd
 
 
-@row(lambda: (sample(8, 512, 16, 32), sample(8, 512, 16*32), cos_sin(512, 32)[0], cos_sin(512, 32)[1], 8, 4,
-              sample(32), sample(32), sample(4096, 12), zeros((32,)), zeros((32,))))
-def qk_norm_rope_backward(dout, qkv, cos, sin, heads, kv_heads, q_weight, k_weight, rstd, dq_weight, dk_weight):
-    """Turn dout [batch, seq, heads + 2 kv_heads, head_dim] into d(qkv), in place; weights' gradients are added."""
+@row(lambda: (sample(8, 512, 16, 32), sample(8, 512, 16*32), *cos_sin(512, 32), 8, 4, sample(32),
+              sample(32), sample(4096, 12), zeros((32,)), zeros((32,))))
+def qk_norm_rope_backward(dout, qkv, cos, sin, heads, kv_heads, q_weight, k_weight, rstd,
+                          dq_weight, dk_weight):
+    """dout [batch, seq, heads + 2 kv_heads, head_dim] := d(qkv), in place; += for the weights."""
     B, S, parts, head_dim = dout.shape
     qkv, cos, sin = packed(qkv), packed(cos), packed(sin)
-    core.qk_norm_rope_backward(dout.ptr, qkv.ptr, address(q_weight), address(k_weight), address(dq_weight),
-                               address(dk_weight), cos.ptr, sin.ptr, address(rstd), B*S, S, heads, kv_heads, head_dim)
+    core.qk_norm_rope_backward(dout.ptr, qkv.ptr, address(q_weight), address(k_weight),
+                               address(dq_weight), address(dk_weight), cos.ptr, sin.ptr,
+                               address(rstd), B*S, S, heads, kv_heads, head_dim)
     return dout
 
 
 def cos_sin(seq, head_dim, theta=10000.0, start=0, device="cpu"):
-    """RoPE's tables [seq, head_dim/2] of positions start, start + 1, ...: computed in fp64, used in fp32."""
+    """RoPE's cos and sin [seq, head_dim/2] of positions start, start + 1, ...
+
+    Computed in fp64, used in fp32: channel pair i turns by position * theta^(-2i/head_dim).
+    """
     frequency = theta**(-np.arange(0, head_dim, 2, dtype=np.float64)/head_dim)
     angle = np.outer(np.arange(start, start + seq, dtype=np.float64), frequency)
     return tensor(np.cos(angle), device), tensor(np.sin(angle), device)
 
 
 def head_layout(name, q, k, v, *more):
-    """(dims array, its address) for the attention kernels; heads may be slices of one fused tensor."""
+    """(int64 array, its address) of sizes and strides for the attention kernels.
+
+    Heads are read by stride, so q, k and v may be slices of one fused tensor.
+    """
     B, Sq, H, D = q.shape
-    need(k.shape == v.shape and k.ndim == 4 and k.shape[0] == B and k.shape[3] == D, name, "q, k and v differ", q, k, v)
+    fit = k.shape == v.shape and k.ndim == 4 and k.shape[0] == B and k.shape[3] == D
+    need(fit, name, "q, k and v differ", q, k, v)
     need(H % k.shape[2] == 0, name, "q heads are not a multiple of kv heads", q, k)
     need(k.shape[1] >= Sq, name, "fewer keys than queries", q, k)
     strides = [s for t in (q, k, v, *more) for s in t.strides[:3]]
@@ -739,10 +778,11 @@ def lanes(t):
 
 @row(lambda: (sample(8, 512, 8, 64), sample(8, 512, 4, 64), sample(8, 512, 4, 64), 0.125))
 def attention(q, k, v, scale):
-    """Causal softmax(scale q k^T) v in tiles (FlashAttention-2; Dao, 2023); nothing of size seq x seq exists.
+    """Causal softmax(scale q k^T) v in tiles (FlashAttention-2; Dao, 2023).
 
     q [batch, Sq, heads, head_dim], k and v [batch, Sk, kv_heads, head_dim], Sk >= Sq: query i sees
-    keys 0 .. i + Sk - Sq.  -> (out, like q; L [batch, heads, Sq], the logsumexp of each row of scores).
+    keys 0 .. i + Sk - Sq.  Nothing of size Sq x Sk exists.  -> (out, shaped like q; L, f32
+    [batch, heads, Sq], the logsumexp of each row of scores).
     """
     need(q.ndim == 4, "attention", "wants q [batch, seq, heads, head_dim], got", q)
     q, k, v = lanes(q), lanes(k), lanes(v)
@@ -755,10 +795,14 @@ def attention(q, k, v, scale):
 
 @row(lambda: (sample(2, 512, 4, 64),)*5 + (sample(2, 4, 512), 0.125) + (zeros((2, 512, 4, 64)),)*3)
 def attention_backward(do, q, k, v, o, lse, scale, dq, dk, dv):
-    """dq, dk, dv := the gradients, recomputing the weights tile by tile from L; a group's sum in head order."""
+    """dq, dk, dv := the gradients, with the weights computed again from L, tile by tile.
+
+    The gradients of a KV head are summed over its query heads in head order.
+    """
     do, q, k, v = lanes(do), lanes(q), lanes(k), lanes(v)
     dims, at = head_layout("attention_backward", q, k, v, o, do, dq, dk, dv)
-    core.attention_backward(q.ptr, k.ptr, v.ptr, o.ptr, lse.ptr, do.ptr, dq.ptr, dk.ptr, dv.ptr, at, scale)
+    core.attention_backward(q.ptr, k.ptr, v.ptr, o.ptr, lse.ptr, do.ptr, dq.ptr, dk.ptr, dv.ptr, at,
+                            scale)
     return dq, dk, dv
 
 
@@ -784,51 +828,54 @@ def swiglu_backward(dh, gu):
     return gu
 
 
-# Rows of logits that exist at a time: 2^23 elements are 32 MB, enough for the head's gradient (which is
-# read and written once a chunk) to be bound by arithmetic, not by memory.
+# Rows of logits that exist at a time: 2^23 elements are 32 MB, enough for the head's gradient
+# (which is read and written once a chunk) to be bound by arithmetic, not by memory.
 CHUNK_ELEMENTS = 1 << 23
 
 
 @row(lambda: (sample(2048, 256), sample(1024, 256), ids(2048), 2048, 1000))
 def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
-    """sum over targets >= 0 of (logsumexp(x w^T) - (x w^T)[target]) / denominator, 0-d f32, in chunks of rows.
+    """Cross-entropy of the head in chunks of rows: the [rows, vocab] logits never exist.
 
+    The sum over targets >= 0 of logsumexp(row) - row[target], over `denominator`; 0-d f32.
     x [rows, dim], w [physical vocabulary, dim] of which the first `vocab` rows count, targets i64
-    [rows].  With dx and dw, pairs (out, acc), the gradients times `weight` are written on the way: the
-    [rows, vocab] logits never exist.
+    [rows].  With dx and dw, pairs (out, acc), gradients times `weight` are written on the way.
     """
     check_ids("head_loss", targets, vocab, lowest=-1)
     need(x.shape[1] == w.shape[1] and targets.size == x.shape[0], "head_loss",
          "wants [rows, dim], [vocab, dim] and targets [rows], got", x, w, targets)
     x, w, targets = packed(x), packed(w), packed(targets)
-    rows, padded = x.shape[0], w.shape[0]
-    step = min(rows, max(128, CHUNK_ELEMENTS//padded))
+    (rows, dim), padded = x.shape, w.shape[0]
+    step, write = min(rows, max(128, CHUNK_ELEMENTS//padded)), dx is not None or dw is not None
     losses, logits = empty((rows,), "f64", x.device), empty((step, padded), "f32", x.device)
+    cut = lambda t, start, n: t.view((n, dim), offset=t.offset + start*dim)
     for start in range(0, rows, step):
         n = min(step, rows - start)
-        part, chunk = x.view((n, x.shape[1]), offset=x.offset + start*x.shape[1]), logits.view((n, padded))
+        part, chunk = cut(x, start, n), logits.view((n, padded))
         matmul(part, transposed(w), chunk)
         core.cross_entropy(chunk.ptr, padded, targets.ptr + start*8, losses.ptr + start*8, n, vocab,
-                           weight/denominator, dx is not None or dw is not None, padded)
+                           weight/denominator, write, padded)
         if dx is not None:
-            out, acc = dx
-            matmul(chunk, w, out.view(part.shape, offset=out.offset + start*x.shape[1]), acc)
+            matmul(chunk, w, cut(dx[0], start, n), dx[1])
         if dw is not None:
-            out, acc = dw
-            matmul(transposed(chunk), part, out, acc or start > 0)
+            matmul(transposed(chunk), part, dw[0], dw[1] or start > 0)
     return tensor(losses.array().sum()/denominator)
 
 
 def transposed(t):
     """The last two axes swapped, as a view."""
-    return t.view((*t.shape[:-2], t.shape[-1], t.shape[-2]), (*t.strides[:-2], t.strides[-1], t.strides[-2]))
+    swap = lambda sizes: (*sizes[:-2], sizes[-1], sizes[-2])
+    return t.view(swap(t.shape), swap(t.strides))
 
 
-# ---- 6. Training's rows -------------------------------------------------------------------------------
+# ---- 6. Training's rows --------------------------------------------------------------------------
 
 @row(lambda: (sample(1 << 22),))
 def sumsq(x):
-    """fp64 sums of squares of blocks of 65,536 elements: their sum, in order, does not depend on who computed which."""
+    """fp64 sums of squares of blocks of 65,536 elements, f64 [blocks].
+
+    The global norm is their sum in order: it does not depend on who computed which.
+    """
     x = packed(x)
     out = empty((-(-x.size//65536),), "f64", x.device)
     core.sumsq(x.ptr, out.ptr, x.size)
@@ -837,9 +884,10 @@ def sumsq(x):
 
 @row(lambda: (sumsq(sample(1 << 22)), 1.0, zeros((4,), "f64")))
 def grad_clip(blocks, limit, out):
-    """out f64 [4] := norm, factor min(1, limit/(norm + 1e-6)), 1 if finite else 0; [3] stays 1 once not finite.
+    """out f64 [4] := norm, factor min(1, limit/(norm + 1e-6)), finite (1 or 0), and a flag.
 
-    torch's clip_grad_norm_; limit inf does not clip.  The norm stays on the device for `adamw`.
+    The flag stays 1 once a norm was not finite.  The factor is torch's clip_grad_norm_; a limit of
+    inf does not clip.  The norm stays on the device, where `adamw` reads it.
     """
     norm = math.sqrt(np.add.accumulate(blocks.array())[-1])
     factor = min(1.0, limit/(norm + 1e-6)) if limit < math.inf else 1.0
@@ -851,15 +899,16 @@ def grad_clip(blocks, limit, out):
 @row(lambda: (sample(1 << 20), sample(1 << 20), zeros((1 << 20,)), zeros((1 << 20,)),
               tensor64([1e-3, 0.9, 0.95, 1e-8, 0.1, 0.1, 0.05]), tensor64([1.0, 1.0, 1.0, 0.0])))
 def adamw(p, g, m, v, hyper, clip):
-    """One AdamW step (Loshchilov and Hutter, 2019) as torch does it, in place; g := 0 as it is read.
+    """One step of AdamW (Loshchilov and Hutter, 2019) with torch's arithmetic, in place.
 
-    hyper f64 [7]: lr, beta1, beta2, eps, weight decay, 1 - beta1^t, 1 - beta2^t; clip from `grad_clip`:
-    a gradient that is not finite leaves everything as it was.
+    hyper f64 [7]: lr, beta1, beta2, eps, weight decay, 1 - beta1^t, 1 - beta2^t; clip f64 [4] from
+    `grad_clip`: a norm that is not finite leaves everything as it was.  g := 0 as it is read.
     """
     lr, beta1, beta2, eps, decay, bias1, bias2 = hyper.array().tolist()
     norm, factor, finite, _ = clip.array().tolist()
     if finite:
-        core.adamw(p.ptr, g.ptr, m.ptr, v.ptr, p.size, lr, beta1, beta2, eps, decay, bias1, bias2, factor)
+        core.adamw(p.ptr, g.ptr, m.ptr, v.ptr, p.size, lr, beta1, beta2, eps, decay, bias1, bias2,
+                   factor)
         p.storage.version += 1
     return p
 
@@ -873,10 +922,10 @@ def tensor64(values, device="cpu"):
 
 @row(lambda: (sample(256, 512), 5))
 def newton_schulz(x, steps=5):
-    """x [rows, cols] -> nearly orthogonal: singular values pushed towards 1 (Muon; Jordan et al., 2024).
+    """x [rows, cols] -> nearly orthogonal, singular values near 1 (Muon; Jordan et al., 2024).
 
-    X := G/|G|, then `steps` times X := 3.4445 X + (-4.7750 A + 2.0315 A A) X with A = X X^T, on the
-    wide orientation so that A is the smaller square.
+    X := x/|x|, then `steps` times X := 3.4445 X + (-4.7750 A + 2.0315 A A) X with A = X X^T, on the
+    wide orientation, where A is the smaller square.
     """
     need(x.ndim == 2, "newton_schulz", "wants a matrix, got", x)
     tall = x.shape[0] > x.shape[1]

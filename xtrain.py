@@ -28,7 +28,7 @@ import autograd as A
 import tensor as T
 from tensor import Dropout, Tensor
 
-# ---- 1. Config and presets ----------------------------------------------------------------------------
+# ---- 1. Config and presets -----------------------------------------------------------------------
 
 @dataclasses.dataclass
 class Config:
@@ -41,13 +41,13 @@ class Config:
     head_dim: int = None            # default dim / heads; even, at most 256
     ffn: int = None                 # width of SwiGLU; default 8/3 dim, up to a multiple of 64
     tie_embeddings: bool = False    # one tensor for embedding and head
-    qk_norm: bool = True            # RMSNorm on each q and k head: Qwen3's layout; without it Llama's
+    qk_norm: bool = True            # RMSNorm on each q and k head: Qwen3; without it, Llama
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     dropout: float = 0.0            # on the two residual branches, in [0, 1)
     max_seq: int = 1024             # written to config.json; RoPE itself has no limit
-    flash: bool = True              # attention in tiles; False composes it from products and a softmax
-    recompute: bool = False         # keep one tensor a block and run the block again in the backward
+    flash: bool = True              # attention in tiles; False: composed, the reference
+    recompute: bool = False         # keep one tensor a block, run it again going back
 
     def __post_init__(self):
         for name in ("vocab_size", "dim", "layers", "heads", "max_seq"):
@@ -58,17 +58,19 @@ class Config:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.head_dim is None:
             if self.dim % self.heads:
-                raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}; give head_dim")
+                raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}: "
+                                 "give head_dim")
             self.head_dim = self.dim//self.heads
         self.ffn = round_up(8*self.dim//3) if self.ffn is None else self.ffn
         self.positive("head_dim")
         self.positive("ffn")
         if self.head_dim % 2 or self.head_dim > 256:
-            raise ValueError(f"head_dim={self.head_dim} must be even and at most 256 (RoPE turns pairs)")
+            raise ValueError(f"head_dim={self.head_dim} must be even (RoPE) and at most 256")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
         if not (self.rope_theta > 0 and self.norm_eps > 0):
-            raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be positive")
+            raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be "
+                             "positive")
 
     def positive(self, name):
         value = getattr(self, name)
@@ -76,9 +78,11 @@ class Config:
             raise ValueError(f"{name}={value!r} must be a positive whole number")
 
     def flops_per_token(self, seq):
-        """FLOPs of forward + backward: 6 * (weights of all products) + 6 * layers * heads * head_dim * seq."""
+        """FLOPs of forward + backward: 6 (weights of all products) + 6 layers heads head_dim seq.
+        """
         block = self.dim*(2*self.heads + 2*self.kv_heads)*self.head_dim + 3*self.dim*self.ffn
-        return 6*(self.layers*block + self.vocab_size*self.dim) + 6*self.layers*self.heads*self.head_dim*seq
+        products = self.layers*block + self.vocab_size*self.dim
+        return 6*products + 6*self.layers*self.heads*self.head_dim*seq
 
 
 def round_up(n, multiple=64):
@@ -104,33 +108,37 @@ PRESETS = {
 }
 
 
-# ---- 2. Arena -----------------------------------------------------------------------------------------
+# ---- 2. Arena ------------------------------------------------------------------------------------
 
 class Matrix(typing.NamedTuple):
-    """One stored tensor of the arena: its physical shape, and the Hugging Face tensors that lie in it.
+    """One stored tensor of the arena, and the Hugging Face tensors that lie in it.
 
-    `parts` maps a name to (first row, logical shape); rows and columns beyond are padding, always zero.
+    `parts` maps a name to (first row, logical shape); rows and columns beyond it are padding, which
+    is zero and stays zero.
     """
     shape: tuple
     parts: dict
 
 
 def layout(c):
-    """{physical name: Matrix} in the arena's order: embedding, head | layer matrices | norm vectors."""
-    vocab, ffn, q, kv = round_up(c.vocab_size), round_up(c.ffn), c.heads*c.head_dim, c.kv_heads*c.head_dim
+    """{physical name: Matrix} in arena order: embedding, head | layer matrices | norms."""
+    vocab, ffn = round_up(c.vocab_size), round_up(c.ffn)
+    q, kv = c.heads*c.head_dim, c.kv_heads*c.head_dim
     one = lambda name, physical, logical: Matrix(physical, {name: (0, logical)})
     matrices = {"embed": one("model.embed_tokens.weight", (vocab, c.dim), (c.vocab_size, c.dim))}
     vectors = {}
     if not c.tie_embeddings:
         matrices["head"] = one("lm_head.weight", (vocab, c.dim), (c.vocab_size, c.dim))
     for i in range(c.layers):
-        at, attn, mlp = f"model.layers.{i}.", f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        at = f"model.layers.{i}."
+        attn, mlp = at + "self_attn.", at + "mlp."
         matrices[f"{i}.qkv"] = Matrix((q + 2*kv, c.dim), {
             attn + "q_proj.weight": (0, (q, c.dim)), attn + "k_proj.weight": (q, (kv, c.dim)),
             attn + "v_proj.weight": (q + kv, (kv, c.dim))})
         matrices[f"{i}.o"] = one(attn + "o_proj.weight", (c.dim, q), (c.dim, q))
         matrices[f"{i}.gate_up"] = Matrix((2*ffn, c.dim), {
-            mlp + "gate_proj.weight": (0, (c.ffn, c.dim)), mlp + "up_proj.weight": (ffn, (c.ffn, c.dim))})
+            mlp + "gate_proj.weight": (0, (c.ffn, c.dim)),
+            mlp + "up_proj.weight": (ffn, (c.ffn, c.dim))})
         matrices[f"{i}.down"] = one(mlp + "down_proj.weight", (c.dim, ffn), (c.dim, c.ffn))
         vectors[f"{i}.norm1"] = one(at + "input_layernorm.weight", (c.dim,), (c.dim,))
         vectors[f"{i}.norm2"] = one(at + "post_attention_layernorm.weight", (c.dim,), (c.dim,))
@@ -157,9 +165,9 @@ class Parameter(Tensor):
 class Arena:
     """All parameters in one flat f32 tensor, each from a multiple of 128 elements; zero in between.
 
-    weights, and made when first asked for: grads, of the same shape.  `physical` are the tensors that
-    the model computes with, `named` the Hugging Face tensors; both are views.  `decayed` is the number
-    of elements, from the start, that weight decay applies to: the matrices.
+    weights, and made when first asked for: grads, of the same shape.  `physical` are the tensors
+    that the model computes with, `named` the Hugging Face tensors; both are views.  `decayed` is
+    the number of elements, from the start, that weight decay applies to: the matrices.
     """
 
     def __init__(self, config, device):
@@ -183,21 +191,22 @@ class Arena:
         return self._grads
 
 
-# ---- 3. Decoder ---------------------------------------------------------------------------------------
+# ---- 3. Decoder ----------------------------------------------------------------------------------
 
 class Decoder:
     """A decoder-only transformer in Qwen3's form (Llama's without qk_norm).
 
-    Pre-norm blocks of grouped-query attention with RoPE and of SwiGLU, RMSNorm everywhere, no biases.
-    Matrices start as N(0, 0.02^2), those that write to the residual stream (o_proj, down_proj) as
-    N(0, 0.02^2 / (2 layers)) (GPT-2's rule), norms as 1; drawn on the host, by name in file order, from `seed`.
-    `seed` also keys the dropout masks.
+    Pre-norm blocks of grouped-query attention with RoPE and of SwiGLU, RMSNorm everywhere, no
+    biases. Matrices start as N(0, 0.02^2), those that write to the residual stream (o_proj,
+    down_proj) as N(0, 0.02^2 / (2 layers)) (GPT-2's rule), norms as 1; drawn on the host, by name
+    in file order, from `seed`. `seed` also keys the dropout masks.
     """
 
     def __init__(self, config, device="cpu", dtype="f32", seed=0):
         if dtype != "f32":
             raise ValueError(f"dtype {dtype!r}: this build of xtrain computes in 'f32'")
-        self.config, self.device, self.dtype, self.seed, self.training = config, device, dtype, seed, True
+        self.config, self.device, self.dtype = config, device, dtype
+        self.seed, self.training = seed, True
         self.arena = Arena(config, device)
         self.tables = None
         rng = np.random.default_rng(seed)
@@ -221,8 +230,8 @@ class Decoder:
     @property
     def core_params(self):
         """Parameters without embedding and head."""
-        return self.total_params - sum(self.arena.named[n].size for n in
-                                       ("model.embed_tokens.weight", "lm_head.weight") if n in self.arena.named)
+        ends = (self.arena.named.get(n) for n in ("model.embed_tokens.weight", "lm_head.weight"))
+        return self.total_params - sum(p.size for p in ends if p is not None)
 
     def train(self, on=True):
         """Dropout on (or off)."""
@@ -241,7 +250,8 @@ class Decoder:
         """cos and sin [seq, head_dim/2]; the tables grow by doubling and are kept."""
         if self.tables is None or self.tables[0].shape[0] < seq:
             length = 1 << (seq - 1).bit_length()
-            self.tables = T.cos_sin(length, self.config.head_dim, self.config.rope_theta, device=self.device)
+            c = self.config
+            self.tables = T.cos_sin(length, c.head_dim, c.rope_theta, device=self.device)
         return [t.view((seq, t.shape[1])) for t in self.tables]
 
     def block(self, i, first_sequence):
@@ -265,7 +275,7 @@ class Decoder:
         return run
 
     def hidden(self, tokens, order=None, first_sequence=0):
-        """The normed residual stream [batch, seq, dim] after the last block; tokens i64 [batch, seq]."""
+        """The normed residual stream [batch, seq, dim] after the last block."""
         w = self.arena.physical
         x = A.embed(tokens, w["embed"], order)
         for i in range(self.config.layers):
@@ -285,10 +295,11 @@ class Decoder:
     def loss(self, tokens, targets, order=None, first_sequence=0, denominator=None, now=False):
         """Mean cross-entropy over counted targets, a 0-d tensor: call backward() on it.
 
-        tokens, targets: ints [batch, seq]; targets of -1 are not counted.  order: the stable argsort of
-        the flattened tokens (computed if not given).  first_sequence: number of row 0 in the whole run,
-        which dropout masks depend on.  denominator: counted targets of the whole global batch, if this
-        is a part of one.  now: gradients of the head along with the loss (see autograd.head_loss).
+        tokens, targets: ints [batch, seq]; targets of -1 are not counted.  order: the stable
+        argsort of the flattened tokens (computed if not given).  first_sequence: number of row 0 in
+        the whole run, which dropout masks depend on.  denominator: counted targets of the whole
+        global batch, if this is a part of one.  now: gradients of the head along with the loss (see
+        autograd.head_loss).
         """
         tokens, targets = self.ids("tokens", tokens), self.ids("targets", targets)
         if tokens.shape != targets.shape:
@@ -305,17 +316,20 @@ class Decoder:
         return t
 
 
-# ---- 4. Optimizer -------------------------------------------------------------------------------------
+# ---- 4. Optimizer --------------------------------------------------------------------------------
 
 class AdamW:
     """AdamW with torch's arithmetic, over the arena: decay on matrices, none on vectors.
 
-    grad_clip scales all gradients by min(1, grad_clip/(norm + 1e-6)); None does not clip.  A norm that
-    is not finite leaves weights and moments as they were and sets `nonfinite`, which stays set.
+    grad_clip scales all gradients by min(1, grad_clip/(norm + 1e-6));  None does not clip.  A norm
+    that is not finite leaves weights and moments as they were and sets `nonfinite`, which stays
+    set.
     """
 
-    def __init__(self, model, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=None):
-        self.arena, self.lr, self.betas, self.eps, self.weight_decay = model.arena, lr, betas, eps, weight_decay
+    def __init__(self, model, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+                 grad_clip=None):
+        self.arena, self.lr, self.betas = model.arena, lr, betas
+        self.eps, self.weight_decay = eps, weight_decay
         self.grad_clip = math.inf if grad_clip is None else grad_clip
         self.m, self.v = (T.zeros(self.arena.weights.shape, device=model.device) for _ in range(2))
         self.clip, self.steps = T.zeros((4,), "f64", model.device), 0
@@ -327,14 +341,15 @@ class AdamW:
 
     def step(self, lr=None):
         """Update the weights, clear the gradients, return the gradient norm (before clipping)."""
-        arena, t = self.arena, self.steps + 1
+        arena, t, (beta1, beta2) = self.arena, self.steps + 1, self.betas
+        lr = self.lr if lr is None else lr
         T.grad_clip(T.sumsq(arena.grads), self.grad_clip, self.clip)
-        beta1, beta2 = self.betas
-        for start, end, decay in ((0, arena.decayed, self.weight_decay), (arena.decayed, arena.weights.size, 0.0)):
-            cut = lambda t: t.view((end - start,), offset=start)
-            hyper = T.tensor64([self.lr if lr is None else lr, beta1, beta2, self.eps, decay,
-                                1 - beta1**t, 1 - beta2**t])
-            T.adamw(cut(arena.weights), cut(arena.grads), cut(self.m), cut(self.v), hyper, self.clip)
+        for start, end, decay in ((0, arena.decayed, self.weight_decay),
+                                  (arena.decayed, arena.weights.size, 0.0)):
+            parts = [flat.view((end - start,), offset=start)
+                     for flat in (arena.weights, arena.grads, self.m, self.v)]
+            hyper = [lr, beta1, beta2, self.eps, decay, 1 - beta1**t, 1 - beta2**t]
+            T.adamw(*parts, T.tensor64(hyper), self.clip)
         norm, _, finite, _ = self.clip.array().tolist()
         self.steps = t if finite else self.steps
         return norm
@@ -345,15 +360,17 @@ class AdamW:
 
     def moments(self, flat):
         """{Hugging Face name: view} of a flat moment."""
-        return {name: flat.view(p.shape, p.strides, p.offset) for name, p in self.arena.named.items()}
+        return {name: flat.view(p.shape, p.strides, p.offset)
+                for name, p in self.arena.named.items()}
 
     def state(self):
-        """{"m.<name>", "v.<name>": array}: with the weights and `steps`, all that continuing needs."""
+        """{"m.<name>", "v.<name>": array}: with the weights and `steps`, all that continuing needs.
+        """
         return {f"{k}.{name}": t.numpy() for k, flat in (("m", self.m), ("v", self.v))
                 for name, t in self.moments(flat).items()}
 
     def load_state(self, state, steps):
-        """Take over the arrays of `state()` and the number of updates made; a missing one is a KeyError."""
+        """Take over the arrays of `state()` and the number of updates; KeyError if one is missing."""
         for k, flat in (("m", self.m), ("v", self.v)):
             for name, t in self.moments(flat).items():
                 t.set_(state[f"{k}.{name}"])
@@ -361,20 +378,23 @@ class AdamW:
 
 
 def cosine(step, steps, lr, min_lr=0.0, warmup=0):
-    """The learning rate of update `step` (1 .. steps): lr*step/warmup up to the warm-up's end, then half a
-    cosine down to min_lr at the last step."""
+    """The learning rate of update `step`, which counts from 1 to `steps`.
+
+    lr*step/warmup up to the warm-up's end, then half a cosine down to min_lr at the last step.
+    """
     if step <= warmup:
         return lr*step/warmup
     progress = (step - warmup)/max(1, steps - warmup)
     return min_lr + 0.5*(lr - min_lr)*(1 + math.cos(math.pi*min(1.0, progress)))
 
 
-# ---- 5. Step ------------------------------------------------------------------------------------------
+# ---- 5. Step -------------------------------------------------------------------------------------
 
 class Step:
     """The one way to train: any number of micro-steps, which add gradients, then an update.
 
-    comm, if given, joins several processes: comm.all_reduce(tensor) replaces a tensor by its sum over all.
+    comm, if given, joins several processes: comm.all_reduce(tensor) replaces a tensor by its sum
+    over all.
     """
 
     def __init__(self, model, optimizer, comm=None):
@@ -383,8 +403,8 @@ class Step:
     def micro(self, tokens, targets, order=None, first_sequence=0, counted=None):
         """Forward and backward of one micro-batch, ints [batch, seq].
 
-        counted: targets >= 0 in the whole global batch (all micro-steps, all ranks), known before the
-        step; by default this micro-batch is all of it.  Returns its part of the loss.
+        counted: targets >= 0 in the whole global batch (all micro-steps, all ranks), known before
+        the step; by default this micro-batch is all of it.  Returns its part of the loss.
         """
         loss = self.model.loss(tokens, targets, order, first_sequence, counted, now=True)
         loss.backward()
@@ -393,7 +413,7 @@ class Step:
         return part
 
     def update(self, lr=None):
-        """One optimizer step on what has been added up -> (loss of the global batch, gradient norm)."""
+        """One optimizer step -> (loss of the global batch, gradient norm before clipping)."""
         loss = T.tensor64([self.loss])
         if self.comm is not None:
             self.comm.all_reduce(self.model.arena.grads)
@@ -402,43 +422,50 @@ class Step:
         return loss.array()[0].item(), self.optimizer.step(lr)
 
 
-# ---- 6. Files -----------------------------------------------------------------------------------------
+# ---- 6. Files ------------------------------------------------------------------------------------
 
 def config_json(c, dtype="float32"):
     """A Config as the dict of Hugging Face's config.json: Qwen3, or Llama without QK-norm."""
-    kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False} \
-        if c.qk_norm else {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+    kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+            "use_sliding_window": False}
+    if not c.qk_norm:
+        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
     return kind | {
         "vocab_size": c.vocab_size, "hidden_size": c.dim, "intermediate_size": c.ffn,
-        "num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim, "hidden_act": "silu", "rms_norm_eps": c.norm_eps,
-        "max_position_embeddings": c.max_seq, "tie_word_embeddings": c.tie_embeddings,
-        "rope_theta": c.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-        "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02, "dtype": dtype,
-        "torch_dtype": dtype}
+        "num_hidden_layers": c.layers, "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps, "max_position_embeddings": c.max_seq,
+        "tie_word_embeddings": c.tie_embeddings, "attention_bias": False, "attention_dropout": 0.0,
+        "initializer_range": 0.02, "dtype": dtype, "torch_dtype": dtype,
+        # both spellings: transformers 5 reads the second, everything older the first
+        "rope_theta": c.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta}}
 
 
-def config_from_json(j, folder="config.json"):
+# What xtrain can do of the fields of config.json; an absent field takes the first value.
+SUPPORTED = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
+             "use_sliding_window": (False,), "rope_type": ("default",)}
+
+
+def config_from_json(j, path="config.json"):
     """A Config from config.json's dict; ValueError names the field that xtrain cannot do."""
-    kind = j.get("model_type")
     rope = j.get("rope_parameters") or j.get("rope_scaling") or {}
-    for field, value, good in (("model_type", kind, ("qwen3", "llama")), ("hidden_act", j.get("hidden_act"), ("silu", None)),
-                               ("attention_bias", j.get("attention_bias"), (False, None)),
-                               ("mlp_bias", j.get("mlp_bias"), (False, None)),
-                               ("use_sliding_window", j.get("use_sliding_window"), (False, None)),
-                               ("rope type", rope.get("rope_type", rope.get("type")), ("default", None))):
-        if value not in good:
-            raise ValueError(f"{folder}: {field} {value!r} is not supported (only {good[0]!r}"
-                             f"{' or ' + repr(good[1]) if good[1] is not None else ''})")
-    missing = [k for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                           "num_attention_heads") if k not in j]
+    found = {"rope_type": rope.get("rope_type", rope.get("type"))} | j
+    if j.get("model_type") not in ("qwen3", "llama"):
+        raise ValueError(f"{path}: model_type {j.get('model_type')!r} is not 'qwen3' or 'llama'")
+    for field, good in SUPPORTED.items():
+        if found.get(field) not in (None, *good):
+            raise ValueError(f"{path}: {field} {found[field]!r} is not supported, only {good[0]!r}")
+    names = {"vocab_size": "vocab_size", "hidden_size": "dim", "intermediate_size": "ffn",
+             "num_hidden_layers": "layers", "num_attention_heads": "heads"}
+    missing = [name for name in names if name not in j]
     if missing:
-        raise ValueError(f"{folder}: {', '.join(missing)} missing")
+        raise ValueError(f"{path}: {', '.join(missing)} missing")
     return Config(
-        vocab_size=j["vocab_size"], dim=j["hidden_size"], layers=j["num_hidden_layers"],
-        heads=j["num_attention_heads"], kv_heads=j.get("num_key_value_heads"), head_dim=j.get("head_dim"),
-        ffn=j["intermediate_size"], tie_embeddings=j.get("tie_word_embeddings", False), qk_norm=kind == "qwen3",
-        rope_theta=rope.get("rope_theta") or j.get("rope_theta") or 10000.0, norm_eps=j.get("rms_norm_eps", 1e-6),
+        **{ours: j[theirs] for theirs, ours in names.items()}, qk_norm=j["model_type"] == "qwen3",
+        kv_heads=j.get("num_key_value_heads"), head_dim=j.get("head_dim"),
+        tie_embeddings=j.get("tie_word_embeddings", False), norm_eps=j.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta") or j.get("rope_theta") or 10000.0,
         max_seq=j.get("max_position_embeddings", 1024))
 
 
@@ -448,7 +475,8 @@ def save_pretrained(model, folder):
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(config_json(model.config), f, indent=2)
         f.write("\n")
-    # A single metadata key: with more, the writer orders them at random and equal states differ as files
+    # A single metadata key: with more, the writer orders them at random and equal states differ as
+    # files
     arrays = {name: p.numpy() for name, p in model.parameters().items()}
     safetensors.numpy.save_file(arrays, os.path.join(folder, "model.safetensors"), {"format": "pt"})
 
@@ -458,7 +486,8 @@ def weight_files(folder):
     index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.exists(index):
         with open(index) as f:
-            return [os.path.join(folder, name) for name in sorted(set(json.load(f)["weight_map"].values()))]
+            names = sorted(set(json.load(f)["weight_map"].values()))
+        return [os.path.join(folder, name) for name in names]
     return [os.path.join(folder, "model.safetensors")]
 
 
@@ -476,7 +505,7 @@ def read_safetensors(path):
     kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
     for name, entry in entries:
         if entry["dtype"] not in kinds:
-            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, not one of {', '.join(kinds)}")
+            raise ValueError(f"{path}: {name} is {entry['dtype']}, not one of {', '.join(kinds)}")
         values = np.frombuffer(entry["data"], kinds[entry["dtype"]]).reshape(entry["shape"])
         if entry["dtype"] == "BF16":
             values = (values.astype(np.uint32) << 16).view(np.float32)
@@ -484,9 +513,9 @@ def read_safetensors(path):
 
 
 def load_pretrained(folder, device="cpu", dtype="f32"):
-    """A Decoder from a folder with config.json and safetensors: Qwen3 or Llama, no tokenizer needed.
+    """A Decoder from a folder with config.json and safetensors, Qwen3's or Llama's.
 
-    ValueError names tensors that are missing, unexpected or of the wrong shape.
+    Needs no tokenizer.  ValueError names tensors that are missing, unexpected or of another shape.
     """
     path = os.path.join(folder, "config.json")
     try:
@@ -498,14 +527,15 @@ def load_pretrained(folder, device="cpu", dtype="f32"):
     waiting = model.parameters()
     for file in weight_files(folder):
         for name, values in read_safetensors(file):
-            if name == "lm_head.weight" and config.tie_embeddings or name.endswith("rotary_emb.inv_freq"):
+            # a tied head may be written out too, old Llamas carry RoPE's frequencies
+            if name == "lm_head.weight" and config.tie_embeddings or name.endswith(".inv_freq"):
                 continue
             if name not in waiting:
-                raise ValueError(f"{file}: unexpected tensor {name} for a {config.layers}-layer model of this config")
+                raise ValueError(f"{file}: tensor {name} has no place in the model of config.json")
             p = waiting.pop(name)
             if values.shape != p.shape:
-                raise ValueError(f"{file}: {name} has shape {values.shape}, config.json wants {p.shape}")
+                raise ValueError(f"{file}: {name} is {values.shape}, config.json wants {p.shape}")
             p.set_(values)
     if waiting:
-        raise ValueError(f"{folder}: {len(waiting)} tensors missing, the first is {next(iter(waiting))}")
+        raise ValueError(f"{folder}: {len(waiting)} tensors missing, first {next(iter(waiting))}")
     return model.eval()
