@@ -217,13 +217,13 @@ def recompute(fn, *inputs):
     def backward(g, *sinks):
         fresh = [t if t is None else t.detach() for t in inputs]
         for t, sink in zip(fresh, sinks):
-            if sink is not None:
-                t.requires_grad = True
+            if sink is not None:    # go on adding to what is held: the order of the plain call
+                t.requires_grad, t.grad = True, sink.held
         with recording(True):
             again = fn(*fresh)
         walk(list(zip(again, g)) if isinstance(again, tuple) else [(again, g)])
         for t, sink in zip(fresh, sinks):
-            if sink is not None and t.grad is not None:
+            if sink is not None and t.grad is not None and sink.held is None:
                 sink.give(t.grad)
 
     return record(out, inputs, backward, always=True)
@@ -232,8 +232,8 @@ def recompute(fn, *inputs):
 # ---- 3. Primitives -------------------------------------------------------------------------------
 
 def lift(value):
-    """A Tensor as it is; a number or array as a new one."""
-    return value if isinstance(value, Tensor) else T.tensor(value)
+    """A Tensor as it is; a number or array as a new f32 one."""
+    return value if isinstance(value, Tensor) else T.tensor(np.asarray(value, np.float32))
 
 
 def unbroadcast(g, shape):
@@ -369,7 +369,7 @@ def cross_entropy(logits, targets):
     """The mean over targets >= 0 of logsumexp(row) - row[target].
 
     logits [..., classes], targets i64 [...]; targets below 0 are not counted."""
-    targets = lift(targets)
+    targets = targets if isinstance(targets, Tensor) else T.tensor(targets)
     loss, dlogits = T.cross_entropy(logits, targets)
     return record(loss, (logits, None), lambda g, sink, _: sink.give(T.scale(dlogits, g.item())))
 

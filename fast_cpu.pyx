@@ -14,12 +14,12 @@ How it reads, top to bottom:
 8. Attention           tiles of queries and keys with an online softmax
 9. Optimizer           sums of squares and AdamW over the flat parameter buffer
 
-Conventions.  The functions that Python calls take plain integer addresses (a memoryview costs 240 ns a
-call, an address 10) and sizes in elements; every pointer is to contiguous fp32 unless the docstring
-says otherwise, and nothing here checks shapes: `tensor.py` does.  One call opens at most one parallel
-region.  Work is cut by shape alone and every sum has a fixed order, so a result has the same bits for
-any number of threads.  Kernels are `noexcept nogil`; constants are written `<float>1.5`, because a
-bare one would promote the arithmetic to double.
+Conventions.  The functions that Python calls take plain integer addresses (a memoryview costs 240
+ns a call, an address 10) and sizes in elements; every pointer is to contiguous fp32 unless the
+docstring says otherwise, and nothing here checks shapes: `tensor.py` does.  One call opens at most
+one parallel region.  Work is cut by shape alone and every sum has a fixed order, so a result has
+the same bits for any number of threads.  Kernels are `noexcept nogil`; constants are written
+`<float>1.5`, because a bare one would promote the arithmetic to double.
 """
 from cython.parallel cimport parallel, prange, threadid
 from cpython.buffer cimport PyBuffer_FillInfo
@@ -65,7 +65,7 @@ cdef extern from *:
     static inline vf vmax(vf a, vf b) { vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
     static inline int f2i(float x) { int i; __builtin_memcpy(&i, &x, 4); return i; }
     static inline float i2f(int i) { float x; __builtin_memcpy(&x, &i, 4); return x; }
-    /* VL x VL transpose of 32-bit words: butterflies of distance 1, 2, 4, 8; rows ls, ld floats apart */
+    /* VL x VL transpose of words: butterflies of distance 1, 2, 4, 8; rows ls, ld words apart */
     #define LOW(s, t) (((t) & (s)) ? (t) - (s) + VL : (t))
     #define HIGH(s, t) (((t) & (s)) ? (t) + VL : (t) + (s))
     #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
@@ -120,7 +120,7 @@ cdef extern from "sys/mman.h" nogil:
 
 ctypedef Py_ssize_t idx
 
-# A parallel region costs about 1 us while the team spins; below this many elements one thread is faster.
+# A parallel region costs about 1 us while the team spins: below this size one thread is faster.
 cdef enum: SERIAL_BELOW = 16384
 cdef int THREADS = 1
 
@@ -147,7 +147,7 @@ cdef inline int team(idx elements) noexcept nogil:
 
 
 def empty_region(idx repeats):
-    """Open and close `repeats` empty parallel regions on the whole team: the price of one, when timed."""
+    """Open and close `repeats` parallel regions on the whole team, to time one."""
     cdef idx i
     cdef uint8_t seen[64]
     for i in range(repeats):
@@ -164,10 +164,10 @@ cdef inline idx most(idx a, idx b) noexcept nogil:
 
 
 # ---- 2. Buffer pool -----------------------------------------------------------------------------
-# A step repeats its shapes, so a dropped buffer waits in a reserve for the next request of exactly its
-# size: after two steps no request reaches the operating system, and no page is faulted in (writing
-# fresh 4 KB pages runs at 2 GB/s, recycled ones at 25).  Small buffers are cut from 16 MB blocks, larger
-# ones get a block each; blocks start at 2 MB and ask for huge pages.
+# A step repeats its shapes, so a dropped buffer waits in a reserve for the next request of exactly
+# its size: after two steps no request reaches the operating system, and no page is faulted in
+# (writing fresh 4 KB pages runs at 2 GB/s, recycled ones at 25).  Small buffers are cut from 16 MB
+# blocks, larger ones get a block each; blocks start at 2 MB and ask for huge pages.
 
 cdef enum:
     ALIGN = 64                      # a cache line, and the widest vector
@@ -187,10 +187,11 @@ cdef class Block:
 
     def __cinit__(self, size_t size):
         cdef size_t head
-        cdef void* p = mmap(NULL, size + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+        cdef void* p = mmap(NULL, size + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                            -1, 0)
         if p == MAP_FAILED:
-            raise MemoryError(f"the operating system refused {size:,} bytes ({POOL['used']:,} are in use)")
-        head = (HUGE - <size_t>p % HUGE) % HUGE         # give back what lies outside the aligned part
+            raise MemoryError(f"the system refused {size:,} bytes ({POOL['used']:,} are in use)")
+        head = (HUGE - <size_t>p % HUGE) % HUGE     # give back what lies outside the aligned part
         if head:
             munmap(p, head)
         if HUGE - head:
@@ -208,7 +209,7 @@ cdef class Block:
 
 
 cdef class Buffer:
-    """`nbytes` of 64-byte-aligned memory from the pool (contents undefined), given back when dropped."""
+    """`nbytes` of 64-byte-aligned memory, contents undefined; back to the pool when dropped."""
     cdef readonly size_t address, nbytes
     cdef size_t room
     cdef Block block
@@ -248,7 +249,7 @@ cdef class Buffer:
 
 
 def pool_trim():
-    """Give blocks with no buffer in use back to the operating system (between phases of a program)."""
+    """Give blocks with no buffer in use back to the system, between phases of a program."""
     global CURRENT
     if CURRENT is not None and CURRENT.live == 0:
         CURRENT = None
@@ -259,7 +260,7 @@ def pool_trim():
 
 
 def pool_stats(bint reset_peak=False):
-    """{"reserved", "used", "peak": bytes, "blocks": count}; reserved is what the system handed out."""
+    """Bytes "reserved" from the system, "used" now, "peak" of used, and the count of "blocks"."""
     stats = dict(POOL)
     if reset_peak:
         POOL["peak"] = POOL["used"]
@@ -272,16 +273,17 @@ def pool_stats(bint reset_peak=False):
 cdef inline float fexp(float x) noexcept nogil:
     """e^x to 2 ulp on [-87.3, 88.7]; 0 below, inf above, NaN kept.
 
-    Cephes: x = n ln2 + r with ln2 in two constants so that n*ln2 is exact, a polynomial of degree 6 for
-    e^r on |r| <= ln2/2, and 2^n by exponent bits, in two factors since 2^128 alone would overflow.
-    Below -87.336 the result would be denormal (an assist of 150 cycles on some machines): flushed to 0.
+    Cephes: x = n ln2 + r with ln2 in two constants so that n*ln2 is exact, a polynomial of degree 6
+    for e^r on |r| <= ln2/2, and 2^n by exponent bits, in two factors since 2^128 alone would
+    overflow. Below -87.336 the result would be denormal (an assist of 150 cycles on some machines):
+    flushed to 0.
     """
     cdef float low = <float>-87.336, high = <float>89.0
     cdef float c, t, n, r, p
     cdef int k, half
     c = low if x < low else x
     c = high if c > high else c
-    t = c*<float>1.44269504088896341 + <float>12582912.0    # 1.5 * 2^23: rounds to an integer in the low bits
+    t = c*<float>1.44269504088896341 + <float>12582912.0    # 1.5*2^23: the low bits are round(.)
     n = t - <float>12582912.0
     r = c - n*<float>0.693359375
     r = r - n*<float>-2.12194440e-4
@@ -764,16 +766,17 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 
 
 
-# ---- 6. Matrix products ---------------------------------------------------------------------------
+# ---- 6. Matrix products --------------------------------------------------------------------------
 # C[m, n] (+)= op(A)[m, k] op(B)[k, n], row-major, in three levels (Goto and van de Geijn, 2008):
 #
 #   K in slices of KC      a slice of B is packed once, by the whole team, into panels of NR columns
-#   M in blocks of MC      a task packs its block of A into panels of MR rows: MC*KC*4 = 286 KB, in L2
-#   tiles of MR x NR       accumulators live in registers while a panel of A (MR*KC*4 = 28 KB, in L1)
-#                          runs along the panels of B
+#   M in blocks            a task takes up to MC panels of MR rows of A, packing each as it comes
+#                          (MR*KC*4 = 28 KB, in L1), and runs it along the panels of B (in L2, L3)
+#   tiles of MR x NR       accumulators live in registers while a panel of A meets a panel of B
 #
-# An element of C is always the sum over k in ascending order within a slice, plus the slices in order:
-# neither the number of threads nor the position in a tile enters, so the bits are those of one thread.
+# An element of C is always the sum over k in ascending order within a slice, plus the slices in
+# order: neither the number of threads nor the position in a tile enters, so the bits are those of
+# one thread.
 
 cdef enum:
     KC = 512                # depth of a slice
@@ -788,19 +791,21 @@ cdef struct Product:
     float* c                # [m, n]
     idx lda, ldb, ldc, m, n, k
     bint ta, tb, acc        # acc: add to C instead of overwriting it
-    const float* residual   # [m, n] with C's leading dimension, added to the finished product; or NULL
+    const float* residual   # [m, n] with C's leading dimension, added in the end; or NULL
     idx seq                 # rows of C per sequence, for the dropout of the product
     uint64_t key, first_sequence
     uint32_t site, threshold    # threshold 0: no dropout
     float keep_scale
 
 
-cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width, float* out) noexcept nogil:
-    """Pack up to `width` rows into out[kc, width], zero beyond `rows` (which counts to the matrix's end).
+cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
+               float* out) noexcept nogil:
+    """Pack up to `width` of the matrix's remaining `rows` into out[kc, width], zero-padded.
 
-    Element (r, k) lies at x[r*ld + k], or at x[k*ld + r] if `across`.  Whole vectors of rows are moved
-    where the matrix has enough of them: the last vector may then spill over `width` into the next k,
-    which is written after it (vectors go down, k goes up), or into the VL floats of slack at the end.
+    Element (r, k) lies at x[r*ld + k], or at x[k*ld + r] if `across`.  Whole vectors of rows are
+    moved where the matrix has enough of them: the last vector may then spill over `width` into the
+    next k, which is written after it (vectors go down, k goes up), or into the VL floats of slack
+    at the end.
     """
     cdef idx k = 0, r, g
     cdef idx vectors = (width + VL - 1)//VL
@@ -823,8 +828,9 @@ cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
         k += 1
 
 
-cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc) noexcept nogil:
-    """C[MR, NR] (+)= the product of one panel of A with one panel of B; all MR*NV sums in registers."""
+cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ldc,
+                        bint acc) noexcept nogil:
+    """C[MR, NR] (+)= one panel of A times one panel of B; all MR*NV sums in registers."""
     cdef vf sums[14][3]     # MR and NV are constants of the build, at most 14 and 3
     cdef vf row[3]
     cdef idx k, i, j
@@ -859,7 +865,7 @@ cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, b
 
 
 cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogil:
-    """The epilogue over finished rows i0..i1, columns j0..j1, still in cache: dropout, then residual."""
+    """The epilogue of finished rows and columns, still in cache: dropout, then residual."""
     cdef idx i, j, sequence, position
     cdef float* c
     cdef const float* r
@@ -867,8 +873,8 @@ cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogi
         c = p.c + i*p.ldc
         if p.threshold:
             sequence, position = i//p.seq, i % p.seq
-            dropout_row(c + j0, j1 - j0, position*p.n + j0, p.key, p.first_sequence + <uint64_t>sequence,
-                        p.site, p.threshold, p.keep_scale)
+            dropout_row(c + j0, j1 - j0, position*p.n + j0, p.key,
+                        p.first_sequence + <uint64_t>sequence, p.site, p.threshold, p.keep_scale)
         if p.residual != NULL:
             r = p.residual + i*p.ldc
             for j in range(j0, j1):
@@ -877,7 +883,7 @@ cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogi
 
 cdef void multiply_block(const Product* p, idx i0, idx i1, idx j0, idx j1, idx jc, idx pc, idx kc,
                          const float* bp, float* ap) noexcept nogil:
-    """Rows i0..i1, columns j0..j1 of C over one slice of K; `bp` holds B's panels from column jc on."""
+    """Rows i0..i1, columns j0..j1 of C over one slice of K; `bp`: B's panels from column jc."""
     cdef idx i = i0, j, rows, cols
     cdef bint acc = p.acc or pc > 0
     while i < i1:
@@ -929,7 +935,11 @@ cdef void multiply_serial(const Product* p, float* bp, float* ap) noexcept nogil
 
 
 cdef void multiply_team(const Product* p, float* bp, float* ap, int threads) noexcept nogil:
-    """One product on the team: per slice, all pack B, meet at the loop's barrier, then share the blocks."""
+    """One product on the team: per slice, all pack B, then share the blocks of C.
+
+    The barrier at the end of each loop over tasks keeps a thread from reading a panel of B before
+    it is packed, or overwriting it while another still reads it.
+    """
     cdef idx jc, pc, kc, nc, panels, t, i, j, height, width, down, along
     cdef idx panels_m = (p.m + MR - 1)//MR
     with nogil, parallel(num_threads=threads):
@@ -937,7 +947,7 @@ cdef void multiply_team(const Product* p, float* bp, float* ap, int threads) noe
         while jc < p.n:
             nc = least(NC, p.n - jc)
             panels = (nc + NR - 1)//NR
-            # About eight blocks a thread: tall ones first, cut across too where M is short (decoding)
+            # About eight blocks a thread: tall ones, cut across too where M is short (decoding)
             height = most(1, least(MC, panels_m//(8*threads)))
             down = (panels_m + height - 1)//height
             along = most(1, least(panels, 8*threads//down))
@@ -951,8 +961,9 @@ cdef void multiply_team(const Product* p, float* bp, float* ap, int threads) noe
                 for t in prange(down*along, schedule='dynamic'):
                     i = t//along*height*MR
                     j = jc + t % along*width*NR
-                    multiply_block(p, i, least(p.m, i + height*MR), j, least(jc + nc, j + width*NR), jc, pc,
-                                   kc, bp, ap + threadid()*(KC*MR + VL))
+                    multiply_block(p, i, least(p.m, i + height*MR), j,
+                                   least(jc + nc, j + width*NR), jc, pc, kc, bp,
+                                   ap + threadid()*(KC*MR + VL))
                 pc = pc + kc
             jc = jc + nc
 
@@ -968,11 +979,14 @@ cdef void run_product(const Product* p):
         multiply_team(p, <float*>bp.address, <float*>ap.address, threads)
 
 
-def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m, idx n, idx k,
-         bint acc, size_t residual=0, uint32_t threshold=0, uint64_t key=0, uint64_t first_sequence=0,
-         uint32_t site=0, idx seq=1, double keep_scale=1.0):
-    """C (+)= op(A) op(B); then, if asked, C = residual + dropout(C), row i being position i % seq of
-    sequence first_sequence + i//seq.  Leading dimensions in elements; `residual` has C's."""
+def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m, idx n,
+         idx k, bint acc, size_t residual=0, uint32_t threshold=0, uint64_t key=0,
+         uint64_t first_sequence=0, uint32_t site=0, idx seq=1, double keep_scale=1.0):
+    """C (+)= op(A) op(B); then, if asked, C = residual + dropout(C).
+
+    Row i is position i % seq of sequence first_sequence + i//seq.  Leading dimensions are in
+    elements; `residual` has C's.
+    """
     cdef Product p
     p.a, p.b, p.c = <const float*>a, <const float*>b, <float*>c
     p.lda, p.ldb, p.ldc, p.m, p.n, p.k = lda, ldb, ldc, m, n, k
@@ -983,12 +997,12 @@ def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx l
     run_product(&p)
 
 
-def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m, idx n,
-               idx k, bint acc, idx batch, size_t offsets):
-    """`batch` products of one shape; offsets int64 [batch, 3]: where A, B, C of each start, in elements.
+def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m,
+               idx n, idx k, bint acc, idx batch, size_t offsets):
+    """`batch` products of one shape; offsets int64 [batch, 3]: where A, B and C of each start.
 
-    The offsets express any broadcasting.  With `acc`, items that share a C must be neighbours: a task is
-    a run of items with one C, which it adds in order.
+    The offsets express any broadcasting.  With `acc`, items that share a C must be neighbours: a
+    task is a run of items with one C, which it adds in order.
     """
     cdef const int64_t* at = <const int64_t*>offsets
     cdef idx i, t
@@ -1003,11 +1017,12 @@ def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c,
     for i in prange(batch, nogil=True, num_threads=threads, schedule='dynamic'):
         if i == 0 or at[3*i + 2] != at[3*i - 1]:
             own = <float*>scratch.address + threadid()*(room_a + room_b)
-            batch_run(&p, <const float*>a, <const float*>b, <float*>c, at, i, batch, own, own + room_a)
+            batch_run(&p, <const float*>a, <const float*>b, <float*>c, at, i, batch, own,
+                      own + room_a)
 
 
-cdef void batch_run(const Product* shape, const float* a, const float* b, float* c, const int64_t* at,
-                    idx i, idx batch, float* ap, float* bp) noexcept nogil:
+cdef void batch_run(const Product* shape, const float* a, const float* b, float* c,
+                    const int64_t* at, idx i, idx batch, float* ap, float* bp) noexcept nogil:
     """Items i, i + 1, ... of a batch as long as they write to the same C."""
     cdef Product p = shape[0]
     cdef int64_t target = at[3*i + 2]
@@ -1551,6 +1566,11 @@ cdef void describe(Attention* a, const int64_t* dims, const size_t* address, int
         view[i].head = dims[8 + 3*i]
 
 
+cdef int attention_team(const Attention* a) noexcept nogil:
+    """A score and its weight cost about as much as dim/16 elements of a row operation."""
+    return team(a.batch*a.heads*a.sq*a.sk*a.dim//16)
+
+
 cdef void stage(const float* x, idx ld, idx rows, idx cols, float alpha, float* y, idx height,
                 idx width) noexcept nogil:
     """y[height, width] = alpha * x[rows, cols] with zeros around it."""
@@ -1725,6 +1745,42 @@ cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, float* room) n
         q0 += TILE
 
 
+cdef void one_query(const Attention* a, idx b, idx h, float* room) noexcept nogil:
+    """o and L of a single query, as when generating: k and v are read once and in place."""
+    cdef idx g = h//(a.heads//a.kv_heads), whole = a.dim//VL, key, i
+    cdef float* q = room
+    cdef float* o = room + a.wide
+    cdef float* s = room + 2*a.wide
+    cdef const float* x
+    cdef float lanes[VL]
+    cdef float top = <float>-1e30, total = 0, w
+    cdef vf sums
+    stage(at(&a.q, b, 0, h), 0, 1, a.dim, a.scale, q, 1, a.wide)
+    memset(o, 0, a.wide*sizeof(float))
+    for key in range(a.sk):
+        x = at(&a.k, b, key, g)
+        sums = VZERO
+        for i in range(whole):
+            sums = sums + (<const vf*>q)[i]*(<const vf*>x)[i]
+        (<vf*>lanes)[0] = sums
+        w = 0
+        for i in range(VL):
+            w += lanes[i]
+        for i in range(whole*VL, a.dim):
+            w += q[i]*x[i]
+        s[key] = w
+        top = w if w > top else top
+    for key in range(a.sk):
+        x = at(&a.v, b, key, g)
+        w = fexp(s[key] - top)
+        total += w
+        for i in range(a.dim):
+            o[i] += w*x[i]
+    a.lse[b*a.heads + h] = top + logf(total)
+    for i in range(a.dim):
+        at(&a.o, b, 0, h)[i] = o[i]/total
+
+
 def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, float scale):
     """o = softmax(scale q k^T) v, causal, and L = ln of the softmax's denominator for backward.
 
@@ -1736,15 +1792,18 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     cdef size_t[4] address = [q, k, v, o]
     describe(&a, <const int64_t*>dims, address, 4, <float*>lse, scale)
     cdef idx chunks = (a.sq + CHUNK*TILE - 1)//(CHUNK*TILE), tasks = a.batch*a.heads*chunks, t, last
-    cdef int threads = most(1, least(tasks, team(a.batch*a.heads*a.sq*a.sk)))
+    cdef int threads = most(1, least(tasks, attention_team(&a)))
     cdef idx size = 2*a.keys*a.wide + 3*TILE*a.wide + KEYS*TILE + 3*TILE
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
     with nogil, parallel(num_threads=threads):
         for t in prange(tasks, schedule='dynamic'):
             last = chunks - 1 - t % chunks      # late queries see the most: they go first
-            forward_chunk(&a, t//chunks//a.heads, t//chunks % a.heads, last*CHUNK*TILE,
-                          room + threadid()*size)
+            if a.sq == 1 and a.sk > 0:
+                one_query(&a, t//a.heads, t % a.heads, room + threadid()*size)
+            else:
+                forward_chunk(&a, t//chunks//a.heads, t//chunks % a.heads, last*CHUNK*TILE,
+                              room + threadid()*size)
 
 
 cdef void row_dots(const float* x, const float* y, idx width, float* z) noexcept nogil:
@@ -1851,7 +1910,7 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
     cdef size_t[8] address = [q, k, v, o, dy, dq, dk, dv]
     describe(&a, <const int64_t*>dims, address, 8, <float*>lse, scale)
     cdef idx tasks = a.batch*a.kv_heads, t
-    cdef int threads = most(1, least(tasks, team(a.batch*a.heads*a.sq*a.sk)))
+    cdef int threads = most(1, least(tasks, attention_team(&a)))
     cdef idx size = 4*a.keys*a.wide + 5*TILE*a.wide + 2*KEYS*TILE + 2*TILE
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address

@@ -301,18 +301,19 @@ class Decoder:
         global batch, if this is a part of one.  now: gradients of the head along with the loss (see
         autograd.head_loss).
         """
-        tokens, targets = self.ids("tokens", tokens), self.ids("targets", targets)
+        tokens, targets = self.ids("tokens", tokens), self.ids("targets", targets, lowest=-1)
         if tokens.shape != targets.shape:
             raise ValueError(f"loss: tokens {tokens.shape} and targets {targets.shape} differ")
         order = T.tensor(order) if order is not None and not isinstance(order, Tensor) else order
         x = self.hidden(tokens, order, first_sequence)
         return A.head_loss(x, self.head(), targets, denominator, self.config.vocab_size, now)
 
-    def ids(self, name, values):
-        """Ints [batch, seq] as an i64 tensor."""
+    def ids(self, name, values, lowest=0):
+        """Ints [batch, seq] in [lowest, vocab_size) as an i64 tensor; else Value- or IndexError."""
         t = values if isinstance(values, Tensor) else T.tensor(np.asarray(values, dtype=np.int64))
         if t.ndim != 2 or not t.size:
             raise ValueError(f"{name}: wants a non-empty [batch, seq], got {t.shape}")
+        T.check_ids(name, t, self.config.vocab_size, lowest)
         return t
 
 
@@ -370,7 +371,7 @@ class AdamW:
                 for name, t in self.moments(flat).items()}
 
     def load_state(self, state, steps):
-        """Take over the arrays of `state()` and the number of updates; KeyError if one is missing."""
+        """Take over arrays of `state()` and the number of updates; KeyError if one is missing."""
         for k, flat in (("m", self.m), ("v", self.v)):
             for name, t in self.moments(flat).items():
                 t.set_(state[f"{k}.{name}"])
