@@ -74,10 +74,10 @@ def builds():
 
 def load_core():
     """(name, module) of the fastest build that runs here, or of the one that XTRAIN_ISA names."""
-    # A team that waits for 10 ms by spinning answers in 1 us; asleep it takes 60.  The user's
-    # choice stands.
+    # How long an idle team spins before it sleeps: 2,000 rounds, about 40 us, cover the gaps between
+    # operations.  Longer is no faster, and where others use the cores it costs a factor (LOG.md).
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     there, forced = builds(), os.environ.get("XTRAIN_ISA")
     if not there:
         raise ImportError("xtrain's CPU core is not built: run 'pip install -e .' in its folder")
