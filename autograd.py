@@ -439,6 +439,7 @@ def sliced(x, key):
 
 def repeat_kv(x, groups):
     """[batch, seq, kv_heads, head_dim] -> [batch, seq, kv_heads*groups, head_dim]."""
+    T.need(x.ndim == 4, "repeat_kv", "wants [batch, seq, kv_heads, head_dim], got", x)
     B, S, H, D = x.shape
     wide = x.view((B, S, H, groups, D), (*x.strides[:3], 0, x.strides[3]))
 
@@ -564,8 +565,7 @@ def attention(q, k, v, flash=True, scale=None):
 
 def composed_attention(q, k, v, scale):
     """softmax(scale q k^T + causal mask) v from primitives, with the KV heads repeated."""
-    T.need(q.ndim == k.ndim == v.ndim == 4 and q.shape[2] % k.shape[2] == 0 and k.shape == v.shape
-           and k.shape[1] >= q.shape[1], "attention", "heads, keys or values do not fit", q, k, v)
+    T.check_heads("attention", q, k, v)
     groups, (Sq, Sk) = q.shape[2]//k.shape[2], (q.shape[1], k.shape[1])
     q, k, v = (transpose(t, 0, 2, 1, 3) for t in (q, repeat_kv(k, groups), repeat_kv(v, groups)))
     future = np.triu(np.full((Sq, Sk), -np.inf, np.float32), Sk - Sq + 1)

@@ -904,7 +904,7 @@ cdef void multiply_block(const Product* p, idx i0, idx i1, idx j0, idx j1, idx j
 
 cdef inline idx slice_depth(idx k) noexcept nogil:
     """Equal slices of at most KC, so that none is a sliver."""
-    cdef idx slices = (k + KC - 1)//KC
+    cdef idx slices = most(1, (k + KC - 1)//KC)
     return (k + slices - 1)//slices
 
 
@@ -920,6 +920,10 @@ cdef void pack_b_panel(const Product* p, idx j, idx pc, idx kc, float* out) noex
 cdef void multiply_serial(const Product* p, float* bp, float* ap) noexcept nogil:
     """One product on the calling thread."""
     cdef idx jc = 0, pc, kc, nc, j
+    if p.k == 0:                        # an empty sum
+        for j in range(0 if p.acc else p.m):
+            memset(p.c + j*p.ldc, 0, p.n*sizeof(float))
+        finish(p, 0, p.m, 0, p.n)
     while jc < p.n:
         nc = least(NC, p.n - jc)
         pc = 0

@@ -74,8 +74,8 @@ def builds():
 
 def load_core():
     """(name, module) of the fastest build that runs here, or of the one that XTRAIN_ISA names."""
-    # How long an idle team spins before it sleeps: 2,000 rounds, about 40 us, cover the gaps between
-    # operations.  Longer is no faster, and where others use the cores it costs a factor (LOG.md).
+    # How long an idle team spins before it sleeps: 2,000 rounds, about 40 us, cover the gaps
+    # between operations.  Longer is no faster, and beside other work it costs a factor (LOG.md).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     there, forced = builds(), os.environ.get("XTRAIN_ISA")
@@ -239,6 +239,7 @@ class Tensor:
         return f"Tensor({values}, shape={self.shape}, {self.dtype}, {self.device})"
 
     __hash__ = object.__hash__
+    __array_ufunc__ = None          # NumPy number or array on the left: ours is the operator
 
 
 def contiguous_strides(shape):
@@ -291,15 +292,24 @@ def need(true, name, why, *tensors):
 
 # ---- 3. The table --------------------------------------------------------------------------------
 
+# Parameters that are not of a row's own dtypes, whatever the row.
+FIXED = {"tokens": ("i64",), "targets": ("i64",), "order": ("i64",), "blocks": ("f64",),
+         "hyper": ("f64",), "clip": ("f64",)}
+
+
 class Row:
-    """One operation: calling it runs the implementation of the device its tensors are on."""
+    """One operation: a call checks dtypes and runs the implementation of the tensors' device."""
 
     def __init__(self, cpu, dtypes, bench):
         self.name, self.doc, self.signature = cpu.__name__, cpu.__doc__, inspect.signature(cpu)
         self.cpu, self.cuda, self.dtypes, self.bench = cpu, None, dtypes, bench
-        self.__doc__ = cpu.__doc__
+        self.names, self.__doc__ = tuple(self.signature.parameters), cpu.__doc__
 
     def __call__(self, *args, **kwargs):
+        for name, value in (*zip(self.names, args), *kwargs.items()):
+            if isinstance(value, Tensor) and value.dtype not in FIXED.get(name, self.dtypes):
+                raise TypeError(f"{self.name}: {name} wants {FIXED.get(name, self.dtypes)[0]}, "
+                                f"got {value.dtype} {value.shape}")
         return self.cpu(*args, **kwargs)
 
 
@@ -381,9 +391,6 @@ def broadcast(name, a, b):
 def elementwise(name, kind, a, b):
     """a (kind) b with broadcasting, in a new contiguous tensor."""
     shape = broadcast(name, a, b)
-    for t in (a, b):
-        if t.dtype != "f32":
-            raise TypeError(f"{name}: wants f32, got {a.dtype} {a.shape} and {b.dtype} {b.shape}")
     a, b, out = expand(a, shape, name), expand(b, shape, name), empty(shape, "f32", a.device)
     dims, da = longs(*shape)
     astrides, aa = longs(*a.strides)
@@ -614,6 +621,8 @@ def embed(tokens, w):
 @row(lambda: (sample(4096, 512), ids(4096), argsort(ids(4096)), zeros((1000, 512))))
 def embed_backward(dy, tokens, order, out):
     """out[token] += rows of dy, by token in `order`, the stable argsort of the tokens."""
+    need(order.size == tokens.size, "embed_backward", "order and tokens differ", order, tokens)
+    check_ids("embed_backward", order, tokens.size)
     dy, tokens, order = packed(dy), packed(tokens), packed(order)
     core.embed_backward(tokens.ptr, order.ptr, dy.ptr, out.ptr, tokens.size, out.shape[1])
     return out
@@ -726,6 +735,9 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
     head_dim = width//parts
     need(cos.shape == sin.shape == (S, head_dim//2) and head_dim % 2 == 0, "qk_norm_rope",
          "cos and sin want [seq, head_dim/2] for", cos, qkv)
+    for w in (q_weight, k_weight):
+        need(w is None or w.shape == (head_dim,), "qk_norm_rope", "a weight wants [head_dim] for",
+             w, qkv)
     qkv, cos, sin = packed(qkv), packed(cos), packed(sin)
     out = empty((B, S, parts, head_dim), "f32", qkv.device)
     rstd = None if q_weight is None else empty((B*S, heads + kv_heads), "f32", qkv.device)
@@ -757,18 +769,22 @@ def cos_sin(seq, head_dim, theta=10000.0, start=0, device="cpu"):
     return tensor(np.cos(angle), device), tensor(np.sin(angle), device)
 
 
-def head_layout(name, q, k, v, *more):
+def check_heads(name, q, k, v):
+    """ValueError unless q [batch, Sq, heads, head_dim] and k, v [batch, Sk, kv_heads, ...] fit."""
+    need(q.ndim == k.ndim == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3], name,
+         "wants q [batch, Sq, heads, head_dim], k and v [batch, Sk, kv_heads, head_dim], got",
+         q, k, v)
+    need(q.shape[2] % k.shape[2] == 0, name, "heads are not a multiple of kv heads", q, k)
+    need(k.shape[1] >= q.shape[1], name, "fewer keys than queries", q, k)
+
+
+def head_layout(q, k, v, *more):
     """(int64 array, its address) of sizes and strides for the attention kernels.
 
     Heads are read by stride, so q, k and v may be slices of one fused tensor.
     """
-    B, Sq, H, D = q.shape
-    fit = k.shape == v.shape and k.ndim == 4 and k.shape[0] == B and k.shape[3] == D
-    need(fit, name, "q, k and v differ", q, k, v)
-    need(H % k.shape[2] == 0, name, "q heads are not a multiple of kv heads", q, k)
-    need(k.shape[1] >= Sq, name, "fewer keys than queries", q, k)
     strides = [s for t in (q, k, v, *more) for s in t.strides[:3]]
-    return longs(B, Sq, k.shape[1], H, k.shape[2], D, *strides)
+    return longs(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], *strides)
 
 
 def lanes(t):
@@ -784,11 +800,11 @@ def attention(q, k, v, scale):
     keys 0 .. i + Sk - Sq.  Nothing of size Sq x Sk exists.  -> (out, shaped like q; L, f32
     [batch, heads, Sq], the logsumexp of each row of scores).
     """
-    need(q.ndim == 4, "attention", "wants q [batch, seq, heads, head_dim], got", q)
+    check_heads("attention", q, k, v)
     q, k, v = lanes(q), lanes(k), lanes(v)
     B, S, H, D = q.shape
     out, lse = empty(q.shape, "f32", q.device), empty((B, H, S), "f32", q.device)
-    dims, at = head_layout("attention", q, k, v, out)
+    dims, at = head_layout(q, k, v, out)
     core.attention(q.ptr, k.ptr, v.ptr, out.ptr, lse.ptr, at, scale)
     return out, lse
 
@@ -800,7 +816,7 @@ def attention_backward(do, q, k, v, o, lse, scale, dq, dk, dv):
     The gradients of a KV head are summed over its query heads in head order.
     """
     do, q, k, v = lanes(do), lanes(q), lanes(k), lanes(v)
-    dims, at = head_layout("attention_backward", q, k, v, o, do, dq, dk, dv)
+    dims, at = head_layout(q, k, v, o, do, dq, dk, dv)
     core.attention_backward(q.ptr, k.ptr, v.ptr, o.ptr, lse.ptr, do.ptr, dq.ptr, dk.ptr, dv.ptr, at,
                             scale)
     return dq, dk, dv
@@ -844,6 +860,7 @@ def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
     check_ids("head_loss", targets, vocab, lowest=-1)
     need(x.shape[1] == w.shape[1] and targets.size == x.shape[0], "head_loss",
          "wants [rows, dim], [vocab, dim] and targets [rows], got", x, w, targets)
+    need(vocab <= w.shape[0], "head_loss", f"a vocabulary of {vocab} needs more rows than", w)
     x, w, targets = packed(x), packed(w), packed(targets)
     (rows, dim), padded = x.shape, w.shape[0]
     step, write = min(rows, max(128, CHUNK_ELEMENTS//padded)), dx is not None or dw is not None
@@ -882,7 +899,7 @@ def sumsq(x):
     return out
 
 
-@row(lambda: (sumsq(sample(1 << 22)), 1.0, zeros((4,), "f64")))
+@row(lambda: (sumsq(sample(1 << 22)), 1.0, zeros((4,), "f64")), dtypes=("f64",))
 def grad_clip(blocks, limit, out):
     """out f64 [4] := norm, factor min(1, limit/(norm + 1e-6)), finite (1 or 0), and a flag.
 
