@@ -44,21 +44,29 @@ class Node:
     Outputs that are slices of one storage (q, k and v) have gradients that are slices of one
     storage as well, so that a backward can treat them as the one tensor they came from.
     """
-    __slots__ = ("number", "inputs", "backward", "layouts", "shared", "base", "grads")
+    # inputs: tensors or None, as record() got them.  layouts: shape, strides, offset per output.
+    # grads: per output, None until a consumer has given one.  base: what shared gradients lie in.
+    __slots__ = ("number", "inputs", "backward", "layouts", "shared", "base", "lent", "grads")
 
     def __init__(self, inputs, backward, outs):
         self.number, self.inputs, self.backward = next(_numbers), inputs, backward
         self.layouts = [(t.shape, t.strides, t.offset) for t in outs]
         self.shared = len(outs) > 1 and all(t.storage is outs[0].storage for t in outs)
-        self.base, self.grads = None, [None]*len(outs)
+        self.base, self.lent, self.grads = None, set(), [None]*len(outs)
 
     def room(self, i):
-        """Memory for the gradient of output i: a new tensor, or its slice of the shared one."""
+        """The place of output i's gradient, to write in; a new tensor if another has it already."""
+        taken = i in self.lent
+        self.lent.add(i)
+        return T.empty(self.layouts[i][0]) if taken else self.place(i)
+
+    def place(self, i):
+        """Where the gradient of output i lies: a new tensor, or its slice of the shared one."""
         shape, strides, offset = self.layouts[i]
         if not self.shared:
             return T.empty(shape)
         if self.base is None:
-            # the slices tile their storage without gaps
+            # The slices tile their storage without gaps, from its start: their offsets hold here
             self.base = T.empty((builtins.sum(math.prod(shape) for shape, _, _ in self.layouts),))
         return self.base.view(shape, strides, offset)
 
@@ -67,13 +75,16 @@ class Node:
         if self.shared:
             for i, g in enumerate(self.grads):
                 if g is None:
-                    self.grads[i] = self.room(i)
+                    self.grads[i] = self.place(i)
                     T.copy(T.expand(T.tensor(0.0), self.grads[i].shape, "zero"), self.grads[i])
         return self.grads
 
 
 class Sink:
-    """Where the gradient of one input goes: its node's slot, or the `grad` of a leaf."""
+    """Where the gradient of one input goes: its node's slot, or the `grad` of a leaf.
+
+    Consumers add in the order of the walk, which is fixed, so the sum has the same bits every time.
+    """
     __slots__ = ("target",)
 
     def __init__(self, target):
@@ -81,10 +92,12 @@ class Sink:
 
     @property
     def held(self):
+        """The gradient so far; None if nobody has given any."""
         t = self.target
         return t.grad if t.node is None else t.node.grads[t.index]
 
     def keep(self, d):
+        """Put d itself there, in place of what was held."""
         t = self.target
         if t.node is None:
             t.grad = d
@@ -93,7 +106,7 @@ class Sink:
 
     def room(self):
         """Memory to write a gradient to, for kernels that overwrite; then hand it to `give`."""
-        t = self.target
+        t = self.target     # once something is held, writing to its place would lose it
         fresh = t.node is None or self.held is not None
         return T.empty(t.shape) if fresh else t.node.room(t.index)
 
@@ -103,11 +116,11 @@ class Sink:
         if held is not None:
             T.accumulate(held, d)
         elif node is None or not node.shared:
-            self.keep(T.packed(d))
+            self.keep(T.packed(d))              # contiguous, so that `fill` can add to it
         elif node.base is not None and d.storage is node.base.storage:
             self.keep(d)                        # written in place, through `room`
         else:
-            self.keep(T.copy(d, self.room()))
+            self.keep(T.copy(d, node.place(self.target.index)))
 
     def lend(self, d):
         """Like `give` for a gradient that has been given to another sink or lives on."""
@@ -117,6 +130,8 @@ class Sink:
 
     def fill(self, write):
         """Let write(out, acc) put the gradient straight where it belongs, adding if acc."""
+        # Kernels want contiguous memory.  For a slice of a shared gradient they write to memory of
+        # its own, which `give` then copies or adds.
         held = self.held
         if held is not None and held.contiguous:
             write(held, True)
@@ -133,7 +148,11 @@ def tracked(t):
 
 
 def record(out, inputs, backward, always=False):
-    """Put `out`, a tensor or a tuple of them, on the tape, if anything asks for a gradient."""
+    """Put `out`, a tensor or a tuple of them, on the tape, if anything asks for a gradient.
+
+    What is returned is a new view that knows the node.  The `out` of the row does not, so that the
+    closure of a backward may hold it without a cycle.
+    """
     if not _recording or not (always or any(tracked(t) for t in inputs)):
         return out
     outs = out if isinstance(out, tuple) else (out,)
@@ -192,6 +211,7 @@ def walk(starts):
 
 @contextlib.contextmanager
 def recording(on):
+    """Context in which the tape is on or off; it nests, and an exception restores it as well."""
     global _recording
     before, _recording = _recording, on
     try:
@@ -209,27 +229,32 @@ def recompute(fn, *inputs):
     """fn(*inputs), keeping nothing on the way: the backward runs it again (Chen et al., 2016).
 
     fn must be a pure function of `inputs` and of leaves; it draws the same dropout masks the second
-    time (they are a function of their position), so every bit is that of the plain call.
+    time (they are a function of their position), so every bit is that of the plain call.  No input
+    need be tracked, for fn reaches its weights by itself.
     """
     with no_grad():
         out = fn(*inputs)
 
     def backward(g, *sinks):
-        fresh = [t if t is None else t.detach() for t in inputs]
+        # A tape of its own that ends at fresh leaves in place of the inputs, and at the weights
+        fresh, before = [t if t is None else t.detach() for t in inputs], []
         for t, sink in zip(fresh, sinks):
-            if sink is not None:    # go on adding to what is held: the order of the plain call
-                t.requires_grad, t.grad = True, sink.held
+            before.append(sink.held if sink else None)
+            if sink:                # go on adding to what is held: the order of the plain call
+                t.requires_grad, t.grad = True, before[-1]
         with recording(True):
             again = fn(*fresh)
         walk(list(zip(again, g)) if isinstance(again, tuple) else [(again, g)])
-        for t, sink in zip(fresh, sinks):
-            if sink is not None and t.grad is not None and sink.held is None:
+        # What was held has been added to in place already
+        for t, sink, held in zip(fresh, sinks, before):
+            if sink and t.grad is not held:
                 sink.give(t.grad)
 
     return record(out, inputs, backward, always=True)
 
 
 # ---- 3. Primitives -------------------------------------------------------------------------------
+# In the formulas dx is the gradient of the loss by x, and g (or dY) that by the operation's result.
 
 def lift(value):
     """A Tensor as it is; a number or array as a new f32 one."""
@@ -237,14 +262,17 @@ def lift(value):
 
 
 def unbroadcast(g, shape):
-    """Sum a gradient over the axes that broadcasting added to `shape`, or stretched."""
+    """Sum a gradient over the axes that broadcasting added to `shape`, or stretched.
+
+    An element that was read n times gets the sum of n gradients.  Returns g itself if none was.
+    """
     lead = g.ndim - len(shape)
     axes = tuple(i for i in range(g.ndim) if i < lead or shape[i - lead] == 1 != g.shape[i])
     return T.sum(g, axes).view(shape) if axes else g
 
 
 def add(a, b):
-    """a + b, broadcasting."""
+    """a + b, broadcasting; da = db = g, which only one of the two can take over."""
     a, b = lift(a), lift(b)
 
     def backward(g, sa, sb):
@@ -257,20 +285,20 @@ def add(a, b):
 
 
 def sub(a, b):
-    """a - b, broadcasting."""
+    """a - b, broadcasting; da = g, db = -g."""
     a, b = lift(a), lift(b)
 
     def backward(g, sa, sb):
         if sb:
             sb.give(T.scale(unbroadcast(g, b.shape), -1.0))
         if sa:
-            sa.lend(unbroadcast(g, a.shape))
+            sa.give(unbroadcast(g, a.shape))
 
     return record(T.sub(a, b), (a, b), backward)
 
 
 def mul(a, b):
-    """a * b, broadcasting."""
+    """a * b, broadcasting; da = g b, db = g a."""
     a, b = lift(a), lift(b)
 
     def backward(g, sa, sb):
@@ -283,7 +311,7 @@ def mul(a, b):
 
 
 def div(a, b):
-    """a / b, broadcasting; d/da = 1/b, d/db = -a/b^2."""
+    """a / b, broadcasting; da = g/b, db = -g a/b^2 = -da a/b."""
     a, b = lift(a), lift(b)
 
     def backward(g, sa, sb):
@@ -304,6 +332,7 @@ def neg(x):
 def matmul(a, b):
     """a [..., m, k] @ b [..., k, n], batch axes broadcast; dA = dC B^T, dB = A^T dC."""
     def product(sink, x, y, shape):
+        # Without batch axes to sum over, the product itself writes to the gradient or adds to it
         if np.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
             sink.fill(lambda out, acc: T.matmul(x, y, out, acc))
         else:
@@ -320,7 +349,7 @@ def matmul(a, b):
 
 
 def unary(forward, backward_row):
-    """An elementwise function as an operation, from its row and its backward's row."""
+    """An elementwise function as an operation, from its row and that of dx = g f'(x)."""
     def operation(x):
         return record(forward(x), (x,), lambda g, sink: sink.give(backward_row(g, x)))
     operation.__name__, operation.__doc__ = forward.name, forward.doc
@@ -341,9 +370,9 @@ def axes_of(x, axis, name):
 
 
 def sum(x, axis=None, keepdims=False):
-    """The sum over an axis, a tuple of axes, or all of them."""
+    """The sum over an axis, a tuple of axes, or all of them; dx is g repeated along them."""
     axes = axes_of(x, axis, "sum")
-    kept = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
+    kept = tuple(1 if i in axes else n for i, n in enumerate(x.shape))   # as with keepdims
     out = T.sum(x, axes)
     out = out.view(kept) if keepdims else out
 
@@ -360,7 +389,7 @@ def mean(x, axis=None, keepdims=False):
 
 
 def softmax(x):
-    """Over the last axis."""
+    """y = e^x / sum e^x over the last axis; dx = y (g - sum g y), from y alone."""
     y = T.softmax(x)
     return record(y, (x,), lambda g, sink: sink.give(T.softmax_backward(g, y)))
 
@@ -368,7 +397,8 @@ def softmax(x):
 def cross_entropy(logits, targets):
     """The mean over targets >= 0 of logsumexp(row) - row[target].
 
-    logits [..., classes], targets i64 [...]; targets below 0 are not counted."""
+    logits [..., classes], targets i64 [...]; targets below 0 are not counted.  The gradient,
+    (softmax - [class = target])/count, comes along with the loss; g, one number, scales it."""
     targets = targets if isinstance(targets, Tensor) else T.tensor(targets)
     loss, dlogits = T.cross_entropy(logits, targets)
     return record(loss, (logits, None), lambda g, sink, _: sink.give(T.scale(dlogits, g.item())))
@@ -404,7 +434,7 @@ def transpose(x, *axes):
 
 
 def slice(x, key):
-    """x[key] for integers, slices and ... : a view."""
+    """x[key] for integers, slices and ... : a view; dx is g at these places and 0 elsewhere."""
     out = sliced(x, key)
 
     def backward(g, sink):
@@ -438,7 +468,10 @@ def sliced(x, key):
 
 
 def repeat_kv(x, groups):
-    """[batch, seq, kv_heads, head_dim] -> [batch, seq, kv_heads*groups, head_dim]."""
+    """[batch, seq, kv_heads, head_dim] -> [batch, seq, kv_heads*groups, head_dim].
+
+    Query head h reads KV head h // groups, so the copies of a head are neighbours; dx is their sum.
+    """
     T.need(x.ndim == 4, "repeat_kv", "wants [batch, seq, kv_heads, head_dim], got", x)
     B, S, H, D = x.shape
     wide = x.view((B, S, H, groups, D), (*x.strides[:3], 0, x.strides[3]))
@@ -450,16 +483,24 @@ def repeat_kv(x, groups):
 
 
 def dropout(x, how):
-    """Dropout of x [batch, seq, dim] with a `Dropout`; None is the identity."""
+    """Dropout of x [batch, seq, dim] with a `Dropout`; None is the identity.
+
+    y = mask x/(1 - p), so dx = mask g/(1 - p): the same row, which draws the same mask again.
+    """
     if how is None or how.p == 0:
         return x
     return record(T.dropout(x, how), (x,), lambda g, sink: sink.give(T.dropout(g, how)))
 
 
 # ---- 4. Model ------------------------------------------------------------------------------------
+# Weight gradients go through `fill` straight into the parameter's own gradient: the product adds to
+# it, and micro-steps need no buffer of their own.
 
 def embed(tokens, w, order=None):
-    """w[tokens]; `order`, the stable argsort of the flattened tokens, is computed if not given."""
+    """w[tokens]; `order`, the stable argsort of the flattened tokens, is computed if not given.
+
+    dw[t] is the sum of g over the positions of t, taken in that order: one order, so one result.
+    """
     def backward(g, _, sink, __):
         sorted_ids = T.argsort(tokens) if order is None else order
 
@@ -471,18 +512,23 @@ def embed(tokens, w, order=None):
 
 
 def add_rmsnorm(x, residual, w, eps=1e-6):
-    """RMSNorm of x -> y; with a residual (total, y), total = x + residual being what is normed."""
+    """RMSNorm of x -> y; with a residual (total, y), total = x + residual being what is normed.
+
+    total and y both go on to consumers, so both bring gradients; with t = dy w and r = rstd,
+    dx = dresidual = dtotal + r t - total r^3 mean(t total),  dw = sum over rows of dy total r.
+    """
     total, y, rstd = T.add_rmsnorm(x, residual, w, eps)
     total = total.detach()
 
     def backward(g, sx, sr, sw):
         dtotal, dy = (None, g) if residual is None else g
         dy = T.zeros(total.shape) if dy is None else dy
-        one = None if sx and sr else sx or sr
+        one = None if sx and sr else sx or sr   # the only one that wants it: no copy is needed
 
         def run(out, acc, dw):
             T.add_rmsnorm_backward(dy, dtotal, total, w, rstd, out, acc, dw)
 
+        # One pass of the kernel makes dx and dw, hence one `fill` inside the other
         def with_weight(dw):
             if one:
                 one.fill(lambda out, acc: run(out, acc, dw))
@@ -512,7 +558,7 @@ def linear(x, w, residual=None, dropout=None):
         if sx:
             sx.fill(lambda out, acc: T.matmul(d, w, T.flat2(out), acc))
         if sr:
-            sr.give(g)
+            sr.give(g)      # last: sx may be the same, and would add to the g that it reads
 
     return record(T.linear(x, w, residual, how), (x, w, residual), backward)
 
@@ -521,7 +567,8 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
     """RMSNorm per head (if weights are given) and RoPE of a fused projection -> q, k, v.
 
     qkv [batch, seq, (heads + 2 kv_heads)*head_dim]; q, k, v [batch, seq, its heads, head_dim] are
-    slices of one tensor, and so are their gradients: the backward runs in place on that one."""
+    slices of one tensor, and so are their gradients: the backward runs in place on that one.
+    RoPE's is the rotation back, that of the norm follows; v's gradient is in place already."""
     out, rstd = T.qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight, k_weight, eps)
     cuts = (0, heads, heads + kv_heads, heads + 2*kv_heads)
     q, k, v = (sliced(out, (..., builtins.slice(a, b), builtins.slice(None)))
@@ -529,7 +576,7 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
     shape = out.shape
 
     def backward(g, sink, sq, sk):
-        fused = g[0].view(shape, offset=0)
+        fused = g[0].view(shape, offset=0)      # q's slice is the first: this is all three
         dw = [T.zeros(w.shape) if w is not None else None for w in (q_weight, k_weight)]
         T.qk_norm_rope_backward(fused, qkv, cos, sin, heads, kv_heads, q_weight, k_weight, rstd,
                                 *dw)
@@ -546,7 +593,9 @@ def attention(q, k, v, flash=True, scale=None):
     """Causal attention of q [B, Sq, heads, head_dim] over k, v [B, Sk, kv_heads, head_dim], like q.
 
     flash: in tiles, nothing of size Sq x Sk is kept.  Otherwise composed of products and a softmax:
-    the readable reference, and the oracle of the tests.
+    the readable reference, and the oracle of the tests.  With p the weights:
+    dv = p^T g,  ds = p (g v^T - sum over dim of g*out),  dq = scale ds k,  dk = scale ds^T q.
+    p is computed again from lse, the logsumexp of each query's scores.
     """
     scale = q.shape[-1]**-0.5 if scale is None else scale
     if not flash:
@@ -554,6 +603,7 @@ def attention(q, k, v, flash=True, scale=None):
     out, lse = T.attention(q, k, v, scale)
 
     def backward(g, *sinks):
+        # The kernel writes by stride: into the slices of one gradient where q, k and v are slices
         rooms = [s.room() if s else T.empty(t.shape) for s, t in zip(sinks, (q, k, v))]
         T.attention_backward(g, q, k, v, out, lse, scale, *rooms)
         for s, d in zip(sinks, rooms):
@@ -568,13 +618,17 @@ def composed_attention(q, k, v, scale):
     T.check_heads("attention", q, k, v)
     groups, (Sq, Sk) = q.shape[2]//k.shape[2], (q.shape[1], k.shape[1])
     q, k, v = (transpose(t, 0, 2, 1, 3) for t in (q, repeat_kv(k, groups), repeat_kv(v, groups)))
+    # Query i stands at position i + Sk - Sq and sees the keys up to there
     future = np.triu(np.full((Sq, Sk), -np.inf, np.float32), Sk - Sq + 1)
     weights = softmax(add(mul(matmul(q, transpose(k)), scale), T.tensor(future)))
     return transpose(matmul(weights, v), 0, 2, 1, 3)
 
 
 def gate_up_swiglu(x, w):
-    """silu(x gate^T) * (x up^T) for w [2*ffn, in] = gate rows, then up rows."""
+    """silu(x gate^T) * (x up^T) for w [2*ffn, in] = gate rows, then up rows.
+
+    With gu = x w^T saved, the row turns it into d(gu) in place; then dX = d(gu) w, dW = d(gu)^T x.
+    """
     h, gu = T.gate_up_swiglu(x, w)
 
     def backward(g, sx, sw):
@@ -590,11 +644,11 @@ def gate_up_swiglu(x, w):
 def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
     """Cross-entropy of x [..., dim] under the head w [rows, dim], of which `vocab` rows count.
 
-    The logits never exist as a whole.
-    The sum over targets >= 0, divided by `denominator` (by default their number).  The backward
-    computes each chunk of logits again; with `now` the gradients are computed along with the loss,
-    which saves that product but is only right if backward() follows, from exactly this loss:
-    `Step` does.
+    The logits never exist as a whole.  The sum over targets >= 0, divided by `denominator` (by
+    default their number).  By chunks of rows, dlogits = (softmax - [class = target])/denominator,
+    dx = dlogits w, dw += dlogits^T x.  The backward computes each chunk of logits again; with `now`
+    the gradients are computed along with the loss, which saves that product but is only right if
+    backward() follows, from exactly this loss: `Step` does.
     """
     vocab = w.shape[0] if vocab is None else vocab
     if denominator is None:
@@ -602,6 +656,7 @@ def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
     x2, flat = T.flat2(T.packed(x)), targets.view((targets.size,))
 
     def gradients(weight, sx, sw):
+        # The row writes both gradients on the way, so both places must be known before it is called
         def with_dw(dw):
             def run(dx, acc):
                 pair = None if dx is None else (T.flat2(dx), acc)
@@ -612,6 +667,7 @@ def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
         return loss[0]
 
     if now and _recording:
+        # dx waits in the grad of a leaf, dw is added where it belongs at once: g is taken to be 1
         ahead = x.detach()
         loss = gradients(1.0, Sink(ahead) if tracked(x) else None, Sink(w) if tracked(w) else None)
         return record(loss, (x, w), lambda g, sx, sw: sx and sx.give(ahead.grad))

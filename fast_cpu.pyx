@@ -23,7 +23,7 @@ the same bits for any number of threads.  Kernels are `noexcept nogil`; constant
 """
 from cython.parallel cimport parallel, prange, threadid
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.math cimport log, logf, sqrt, sqrtf
+from libc.math cimport INFINITY, log, logf, sqrt, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -33,6 +33,9 @@ from libc.string cimport memcpy, memset
 # through to C, where it is VL floats wide.  MR x NR is the register tile of the matrix product:
 # MR*NV accumulators, NV vectors of B and one broadcast of A must fit in the register file
 # (AVX-512: 28 + 2 + 1 of 32; AVX2 and SSE2: 12 + 2 + 1 of 16; NEON: 24 + 3 + 1 of 32).
+# It is as large as they allow, since MR + NV loads feed MR*NV multiply-adds: 16 feed 28 with
+# AVX-512, which at two of each a cycle leaves the loads time to spare.  Vectors are `aligned(4)`
+# because rows start anywhere, and `may_alias` because they look at plain floats and ints.
 
 cdef extern from *:
     """
@@ -121,6 +124,7 @@ cdef extern from "sys/mman.h" nogil:
 ctypedef Py_ssize_t idx
 
 # A parallel region costs about 1 us while the team spins: below this size one thread is faster.
+# THREADS is read when a call starts; tensor.py sets it to the number of physical cores.
 cdef enum: SERIAL_BELOW = 16384
 cdef int THREADS = 1
 
@@ -156,10 +160,12 @@ def empty_region(idx repeats):
 
 
 cdef inline idx least(idx a, idx b) noexcept nogil:
+    """The smaller of two sizes."""
     return a if a < b else b
 
 
 cdef inline idx most(idx a, idx b) noexcept nogil:
+    """The larger of two sizes."""
     return a if a > b else b
 
 
@@ -168,10 +174,15 @@ cdef inline idx most(idx a, idx b) noexcept nogil:
 # its size: after two steps no request reaches the operating system, and no page is faulted in
 # (writing fresh 4 KB pages runs at 2 GB/s, recycled ones at 25).  Small buffers are cut from 16 MB
 # blocks, larger ones get a block each; blocks start at 2 MB and ask for huge pages.
+#
+# Nothing is locked: all of this runs under the GIL, and a kernel takes its scratch before it lets
+# go of that.  A block lives as long as anything refers to it: a buffer, an address in the reserve,
+# or CURRENT.
 
 cdef enum:
     ALIGN = 64                      # a cache line, and the widest vector
     HUGE = 1 << 21                  # one huge page
+    PAGE = 1 << 16                  # a multiple of every system's page size
     BLOCK = 1 << 24                 # small buffers are cut from blocks of this size
     OWN_BLOCK = 1 << 22             # from here up a buffer has its own block
 
@@ -182,21 +193,24 @@ cdef dict POOL = {"reserved": 0, "used": 0, "peak": 0, "blocks": 0}
 
 cdef class Block:
     """One mapping of the operating system, `size` bytes from a 2 MB boundary."""
+    # the first `cut` bytes have been handed out at least once
     cdef size_t address, size, cut
     cdef idx live                   # buffers of it that are in use
 
     def __cinit__(self, size_t size):
+        # mmap aligns to pages only, so map HUGE bytes too many and give back both ends
         cdef size_t head
         cdef void* p = mmap(NULL, size + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                             -1, 0)
         if p == MAP_FAILED:
             raise MemoryError(f"the system refused {size:,} bytes ({POOL['used']:,} are in use)")
-        head = (HUGE - <size_t>p % HUGE) % HUGE     # give back what lies outside the aligned part
+        head = (HUGE - <size_t>p % HUGE) % HUGE     # bytes in front of the first 2 MB boundary
         if head:
             munmap(p, head)
         if HUGE - head:
             munmap(<char*>p + head + size, HUGE - head)
         self.address, self.size = <size_t>p + head, size
+        # advice for whole huge pages only; a refusal costs speed, so its result is not looked at
         huge_pages(<void*>self.address, size // HUGE * HUGE)
         POOL["reserved"] += size
         POOL["blocks"] += 1
@@ -211,22 +225,23 @@ cdef class Block:
 cdef class Buffer:
     """`nbytes` of 64-byte-aligned memory, contents undefined; back to the pool when dropped."""
     cdef readonly size_t address, nbytes
-    cdef size_t room
+    cdef size_t room                # nbytes in whole cache lines: the key in the reserve
     cdef Block block
 
     def __cinit__(self, size_t nbytes):
         global CURRENT
         cdef list waiting
         cdef size_t room = (nbytes + ALIGN - 1) // ALIGN * ALIGN
-        if room == 0:
+        if room == 0:               # an empty buffer has an address of its own as well
             room = ALIGN
         waiting = RESERVE.get(room)
-        if waiting:
+        if waiting:                 # the one dropped last: most likely it is still in a cache
             self.address, self.block = waiting.pop()
         elif room >= OWN_BLOCK:
-            self.block = Block((room + 4095) // 4096 * 4096)
+            self.block = Block((room + PAGE - 1) // PAGE * PAGE)    # whole pages
             self.address = self.block.address
         else:
+            # what is left at the end of the old block, less than OWN_BLOCK bytes, stays unused
             if CURRENT is None or CURRENT.cut + room > CURRENT.size:
                 CURRENT = Block(BLOCK)
             self.block = CURRENT
@@ -239,17 +254,23 @@ cdef class Buffer:
             POOL["peak"] = POOL["used"]
 
     def __dealloc__(self):
+        # no block: the system refused one; no reserve: the interpreter is taking its modules down
         if self.block is not None and RESERVE is not None:
             self.block.live -= 1
             RESERVE.setdefault(self.room, []).append((self.address, self.block))
             POOL["used"] -= self.room
 
     def __getbuffer__(self, Py_buffer* view, int flags):
+        # An array over this memory refers to the Buffer, which so cannot return to the pool first
         PyBuffer_FillInfo(view, self, <void*>self.address, self.nbytes, 0, flags)
 
 
 def pool_trim():
-    """Give blocks with no buffer in use back to the system, between phases of a program."""
+    """Give blocks with no buffer in use back to the system, between phases of a program.
+
+    Only addresses in the reserve, and CURRENT, still refer to such a block: without them it is
+    unmapped.
+    """
     global CURRENT
     if CURRENT is not None and CURRENT.live == 0:
         CURRENT = None
@@ -273,20 +294,24 @@ def pool_stats(bint reset_peak=False):
 cdef inline float fexp(float x) noexcept nogil:
     """e^x to 2 ulp on [-87.3, 88.7]; 0 below, inf above, NaN kept.
 
-    Cephes: x = n ln2 + r with ln2 in two constants so that n*ln2 is exact, a polynomial of degree 6
+    Cephes: x = n ln2 + r with ln2 in two constants so that n*ln2 is exact, a polynomial of degree 7
     for e^r on |r| <= ln2/2, and 2^n by exponent bits, in two factors since 2^128 alone would
-    overflow. Below -87.336 the result would be denormal (an assist of 150 cycles on some machines):
-    flushed to 0.
+    overflow.  Below -87.336 the result would be denormal (an assist of 150 cycles on some
+    machines): flushed to 0.
     """
     cdef float low = <float>-87.336, high = <float>89.0
     cdef float c, t, n, r, p
     cdef int k, half
-    c = low if x < low else x
+    c = low if x < low else x       # comparisons with NaN are false: it passes both clamps
     c = high if c > high else c
-    t = c*<float>1.44269504088896341 + <float>12582912.0    # 1.5*2^23: the low bits are round(.)
+    # Floats from 2^23 to 2^24 are 1 apart, so adding 1.5*2^23 rounds to an integer, for negative
+    # values too; subtracting it again gives n, the lowest bits of t hold n as an int.
+    t = c*<float>1.44269504088896341 + <float>12582912.0    # 1.5*2^23
     n = t - <float>12582912.0
+    # 355/512 has 9 significant bits and n at most 8: the product is exact, and so is c minus it
     r = c - n*<float>0.693359375
     r = r - n*<float>-2.12194440e-4
+    # e^r = 1 + r + r^2 P(r), by Horner's rule
     p = <float>1.9875691500e-4
     p = p*r + <float>1.3981999507e-3
     p = p*r + <float>8.3334519073e-3
@@ -294,6 +319,7 @@ cdef inline float fexp(float x) noexcept nogil:
     p = p*r + <float>1.6666665459e-1
     p = p*r + <float>5.0000001201e-1
     p = p*(r*r) + r + <float>1.0
+    # 0x4b400000 are the bits of 1.5*2^23; a power of two is its exponent + 127, shifted into place
     k = f2i(t) - 0x4b400000
     half = k >> 1
     p = p*i2f((half + 127) << 23)*i2f((k - half + 127) << 23)
@@ -301,13 +327,15 @@ cdef inline float fexp(float x) noexcept nogil:
 
 
 cdef inline float sigmoid(float x) noexcept nogil:
+    """1/(1 + e^-x): where e^-x is inf this is 0, so no number gives NaN."""
     return <float>1.0/(<float>1.0 + fexp(-x))
 
 
 # ---- 4. Elementwise ------------------------------------------------------------------------------
 # One idiom throughout: a flat array is cut into parts of PART elements, a table into groups of
 # grain(cols) rows, and the team takes them from a common counter.  The kernels are scalar loops
-# that carry nothing from one element to the next, so the compiler turns them into vectors.
+# that carry nothing from one element to the next, so the compiler turns them into vectors.  A
+# branch on a `kind` stands outside such loops: one test a part, and every loop stays a vector loop.
 
 cpdef enum:                         # the `kind` of binary(), then of unary(); Python sees these too
     ADD, SUB, MUL, DIV
@@ -336,10 +364,11 @@ cdef inline idx grain(idx cols) noexcept nogil:
 
 
 # Strided walks.  A walk runs over two operands in step.  A task is up to BAND neighbouring lines of
-# up to PIECE elements, and lies at offsets a and b of the operands and c of a dense result.
+# up to PIECE elements, and lies at offsets a and b of the operands and c of a dense result.  To
+# find a task takes divisions, one an axis, which are paid once for up to 32,768 elements.
 
 cdef struct Walk:
-    idx tasks, elements
+    idx tasks, elements             # of the whole walk
     idx lines, inner                # the two innermost axes, the others around them:
     int axes
     idx shape[AXES]
@@ -356,6 +385,7 @@ cdef Walk plan(int ndim, size_t shape, size_t a_strides, size_t b_strides) noexc
     """Drop axes of size 1 and merge neighbours that both operands cross evenly.
 
     Dense operands of any rank become one line that way, heads cut out of a wider row become lines.
+    shape and both strides are int64 [ndim]; the caller sees to it that no more than 8 axes remain.
     """
     cdef const int64_t* n = <const int64_t*>shape
     cdef const int64_t* a = <const int64_t*>a_strides
@@ -367,6 +397,7 @@ cdef Walk plan(int ndim, size_t shape, size_t a_strides, size_t b_strides) noexc
     for i in range(ndim):
         if n[i] == 1:
             continue
+        # One step of the axis outside is the whole of this one, in both operands: they are one axis
         if k > 2 and w.a[k - 1] == a[i]*n[i] and w.b[k - 1] == b[i]*n[i]:
             w.shape[k - 1] *= n[i]
         else:
@@ -420,6 +451,7 @@ cdef void copy_across(const item* src, idx a_step, item* dst, idx b_line, idx b_
             transpose_tile(<const float*>(src + i*a_step + j), a_step,
                            <float*>(dst + j*b_line + i), b_line)
             continue
+        # edges, and items of other sizes: the same tile, an item at a time
         for k in range(i, least(i + VL, n)):
             for l in range(j, least(j + VL, lines)):
                 dst[l*b_line + k*b_step] = src[l + k*a_step]
@@ -432,7 +464,7 @@ cdef void copy_band(const item* src, item* dst, const Walk* w, idx t) noexcept n
     cdef idx a_step = w.a[w.axes + 1], b_step = w.b[w.axes + 1]
     src += task.a
     dst += task.b
-    if a_line == 1:
+    if a_line == 1:                 # neighbours in the source lie on different lines
         copy_across(src, a_step, dst, b_line, b_step, task.lines, task.n)
         return
     for j in range(task.lines):
@@ -445,7 +477,10 @@ cdef void copy_band(const item* src, item* dst, const Walk* w, idx t) noexcept n
 
 def copy_strided(size_t src, size_t dst, int ndim, size_t shape, size_t src_strides,
                  size_t dst_strides, int itemsize):
-    """dst[...] = src[...], items of 1, 2, 4 or 8 bytes; int64 shape, int64 strides in items."""
+    """dst[...] = src[...], items of 1, 2, 4 or 8 bytes; int64 shape, int64 strides in items.
+
+    src and dst must not overlap, and no stride of dst may be 0: two tasks would write one place.
+    """
     cdef Walk w = plan(ndim, shape, src_strides, dst_strides)
     cdef idx t
     for t in prange(w.tasks, nogil=True, schedule='dynamic', chunksize=grain(BAND*w.inner),
@@ -461,7 +496,11 @@ def copy_strided(size_t src, size_t dst, int ndim, size_t shape, size_t src_stri
 
 
 cdef inline const float* dense(const float* x, idx step, float* room, idx n) noexcept nogil:
-    """n elements of x side by side: x itself, or a copy in `room` if strided or repeated."""
+    """n elements of x side by side: x itself, or a copy in `room` if strided or repeated.
+
+    The copy stays in L1, and the arithmetic needs one loop per kind instead of one for each mixture
+    of strides.
+    """
     cdef idx i
     if step == 1:
         return x
@@ -493,7 +532,7 @@ cdef void binary_line(int kind, const float* a, const float* b, float* c, idx n)
 cdef void binary_band(int kind, const float* a, const float* b, float* c, const Walk* w,
                       idx t) noexcept nogil:
     """Task t of c = a (kind) b."""
-    cdef float a_room[PIECE]
+    cdef float a_room[PIECE]        # 8 KB each, on the stack of the thread
     cdef float b_room[PIECE]
     cdef Task task = locate(w, t)
     cdef idx j, k = w.axes
@@ -514,19 +553,21 @@ def binary(int kind, size_t a, size_t b, size_t c, int ndim, size_t shape, size_
 
 
 cdef void axpy_part(float alpha, const float* x, float* y, idx n) noexcept nogil:
+    """One part of axpy()."""
     cdef idx i
     for i in range(n):
         y[i] = y[i] + alpha*x[i]
 
 
 def axpy(float alpha, size_t x, size_t y, idx n):
-    """y += alpha*x."""
+    """y += alpha*x; y may be x (the tape adds a gradient to itself in x + x)."""
     cdef idx t
     for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
         axpy_part(alpha, <const float*>x + t*PART, <float*>y + t*PART, extent(t, n))
 
 
 cdef void scale_part(float alpha, const float* x, float* y, idx n) noexcept nogil:
+    """One part of scale(), or a row of another kernel."""
     cdef idx i
     for i in range(n):
         y[i] = alpha*x[i]
@@ -540,6 +581,7 @@ def scale(float alpha, size_t x, size_t y, idx n):
 
 
 cdef void fill_part(float value, float* x, idx n) noexcept nogil:
+    """One part of fill(), or a row of another kernel."""
     cdef idx i
     for i in range(n):
         x[i] = value
@@ -556,21 +598,26 @@ def fill(size_t x, float value, idx n):
 #   silu(x) = x s(x)                            silu' = s(x) (1 + x (1 - s(x)))
 #   gelu(x) = x/2 (1 + tanh z) = x s(2z)        gelu' = s(2z) (1 + x (1 - s(2z)) 2z')
 #   with 2z = x (P + Q x^2) and 2z' = P + 3 Q x^2, where P = 2 sqrt(2/pi) and Q = 0.044715 P
+# The second form of gelu holds because (1 + tanh z)/2 = s(2z); both slopes because s' = s (1 - s).
 
 cdef inline float silu(float x) noexcept nogil:
+    """x s(x)."""
     return x*sigmoid(x)
 
 
 cdef inline float silu_slope(float x) noexcept nogil:
+    """silu'(x), from one sigmoid."""
     cdef float s = sigmoid(x)
     return s*(<float>1.0 + x*(<float>1.0 - s))
 
 
 cdef inline float gelu(float x) noexcept nogil:
+    """x s(x (P + Q x^2))."""
     return x*sigmoid(x*(<float>1.5957691216057308 + <float>0.0713548162726009*x*x))
 
 
 cdef inline float gelu_slope(float x) noexcept nogil:
+    """gelu'(x), from one sigmoid; square = Q x^2."""
     cdef float square = <float>0.0713548162726009*x*x
     cdef float s = sigmoid(x*(<float>1.5957691216057308 + square))
     return s*(<float>1.0 + x*(<float>1.0 - s)*(<float>1.5957691216057308 + <float>3.0*square))
@@ -634,6 +681,7 @@ cdef inline uint16_t to_bf16(uint32_t u) noexcept nogil:
 
 
 cdef void cast_bf16_part(const u32a* x, uint16_t* y, idx n) noexcept nogil:
+    """One part of cast_bf16()."""
     cdef idx i
     for i in range(n):
         y[i] = to_bf16(x[i])
@@ -647,6 +695,7 @@ def cast_bf16(size_t x, size_t y, idx n):
 
 
 cdef void cast_f32_part(const uint16_t* x, u32a* y, idx n) noexcept nogil:
+    """One part of cast_f32(): sixteen zero bits below."""
     cdef idx i
     for i in range(n):
         y[i] = <uint32_t>x[i] << 16
@@ -664,7 +713,7 @@ def cast_f32(size_t x, size_t y, idx n):
 # counter) into four random words, with no state: any word of any mask can be drawn alone.  The
 # counter of a dropout mask is (sequence in the whole run, 64 bit; site; element/4), the word is
 # element % 4, where an element is position*dim + channel.  Batch shape, micro-step, rank and thread
-# never enter.
+# never enter, so recomputation, resuming and every way of cutting up a batch see the same mask.
 
 cdef enum:
     DRAW = 1024                     # elements per batch of random words (4 KB on the stack)
@@ -708,14 +757,17 @@ def philox(uint64_t key, uint64_t sequence, uint32_t site, uint32_t quad, idx n,
 
 cdef void dropout_row(float* x, idx n, idx first, uint64_t key, uint64_t sequence, uint32_t site,
                       uint32_t threshold, float scale) noexcept nogil:
-    """x[i] = x[i]*scale if the word of element first + i is >= threshold, else 0 (i in 0..n)."""
+    """x[i] = x[i]*scale if the word of element first + i is >= threshold, else 0 (i in 0..n).
+
+    With threshold = floor(p 2^32) an element is dropped with probability p, to 2^-32.
+    """
     cdef uint32_t words[DRAW]
     cdef uint32_t* w
     cdef idx i, count
     while n > 0:
         count = least(n, DRAW - first%4)            # the batch starts at a whole quad
         philox_words(key, sequence, site, <uint32_t>(first//4), parts(first%4 + count, 4), words)
-        w = words + first%4
+        w = words + first%4                         # past the words of elements before `first`
         for i in range(count):
             x[i] = x[i]*scale if w[i] >= threshold else <float>0.0
         x += count
@@ -725,7 +777,7 @@ cdef void dropout_row(float* x, idx n, idx first, uint64_t key, uint64_t sequenc
 
 cdef void mask_row(uint8_t* out, idx n, idx first, uint64_t key, uint64_t sequence, uint32_t site,
                    uint32_t threshold) noexcept nogil:
-    """The same decisions as bytes 1 and 0: dropout of a row of ones."""
+    """The same decisions as bytes 1 and 0: dropout of a row of ones, so the two cannot disagree."""
     cdef float ones[DRAW]
     cdef idx i, j = 0, count
     while j < n:
@@ -739,7 +791,10 @@ cdef void mask_row(uint8_t* out, idx n, idx first, uint64_t key, uint64_t sequen
 
 def philox_mask(size_t out, idx sequences, uint64_t first_sequence, idx seq, idx dim, uint32_t site,
                 uint64_t key, uint32_t threshold):
-    """out [sequences, seq, dim] (bytes): 1 where dropout keeps the element."""
+    """out [sequences, seq, dim] (bytes): 1 where dropout keeps the element.
+
+    Tasks start at multiples of SPREAD within a sequence, so no quad of words is drawn twice.
+    """
     cdef idx t, b, j, n = seq*dim, tasks = parts(n, SPREAD)
     for t in prange(sequences*tasks, nogil=True, schedule='dynamic', num_threads=team(sequences*n)):
         b, j = t//tasks, t%tasks*SPREAD
@@ -749,6 +804,7 @@ def philox_mask(size_t out, idx sequences, uint64_t first_sequence, idx seq, idx
 
 cdef void dropout_piece(const float* x, float* y, idx n, idx first, uint64_t key, uint64_t sequence,
                         uint32_t site, uint32_t threshold, float scale) noexcept nogil:
+    """One task of dropout(): copied to y, then masked there while it is in L1 (16 KB)."""
     if y != x:
         memcpy(y, x, n*sizeof(float))
     dropout_row(y, n, first, key, sequence, site, threshold, scale)
@@ -756,14 +812,15 @@ cdef void dropout_piece(const float* x, float* y, idx n, idx first, uint64_t key
 
 def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_sequence,
             uint32_t site, uint64_t key, uint32_t threshold, float scale):
-    """y = x*mask*scale over [sequences, seq, dim]; y may be x.  Backward is the same map of dy."""
+    """y = x*mask*scale over [sequences, seq, dim]; y may be x.  Backward is the same map of dy.
+
+    scale is 1/(1 - p), so that the expected value stays; no mask is stored, it is drawn again.
+    """
     cdef idx t, b, j, n = seq*dim, tasks = parts(n, SPREAD)
     for t in prange(sequences*tasks, nogil=True, schedule='dynamic', num_threads=team(sequences*n)):
         b, j = t//tasks, t%tasks*SPREAD
         dropout_piece(<const float*>x + b*n + j, <float*>y + b*n + j, least(SPREAD, n - j), j, key,
                       first_sequence + <uint64_t>b, site, threshold, scale)
-
-
 
 
 # ---- 6. Matrix products --------------------------------------------------------------------------
@@ -773,6 +830,10 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 #   M in blocks            a task takes up to MC panels of MR rows of A, packing each as it comes
 #                          (MR*KC*4 = 28 KB, in L1), and runs it along the panels of B (in L2, L3)
 #   tiles of MR x NR       accumulators live in registers while a panel of A meets a panel of B
+#
+# KC is as deep as AVX-512's panel of A in L1 allows: a tile of C is loaded and stored once a slice,
+# and the deeper the slice the better that is hidden.  B comes from L2 meanwhile, at NR*4 bytes a
+# step: 128 in 14 cycles with AVX-512.  MC only bounds the size of a task.
 #
 # An element of C is always the sum over k in ascending order within a slice, plus the slices in
 # order: neither the number of threads nor the position in a tile enters, so the bits are those of
@@ -788,7 +849,7 @@ cdef enum:
 cdef struct Product:
     const float* a          # [m, k], or [k, m] if ta
     const float* b          # [k, n], or [n, k] if tb
-    float* c                # [m, n]
+    float* c                # [m, n], not overlapping a or b
     idx lda, ldb, ldc, m, n, k
     bint ta, tb, acc        # acc: add to C instead of overwriting it
     const float* residual   # [m, n] with C's leading dimension, added in the end; or NULL
@@ -805,20 +866,23 @@ cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
     Element (r, k) lies at x[r*ld + k], or at x[k*ld + r] if `across`.  Whole vectors of rows are
     moved where the matrix has enough of them: the last vector may then spill over `width` into the
     next k, which is written after it (vectors go down, k goes up), or into the VL floats of slack
-    at the end.
+    at the end.  Panels of B never spill, NR being whole vectors: they lie side by side, and other
+    threads may be packing the neighbours.
     """
     cdef idx k = 0, r, g
     cdef idx vectors = (width + VL - 1)//VL
-    if vectors*VL <= rows:
+    if vectors*VL <= rows:          # reading whole vectors stays within the matrix
         if across:
             for k in range(kc):
                 for g in range(vectors - 1, -1, -1):
                     (<vf*>(out + k*width + g*VL))[0] = (<const vf*>(x + k*ld + g*VL))[0]
             return
+        # Rows of the matrix become columns of the panel, VL x VL at a time
         while k + VL <= kc:
             for g in range(vectors - 1, -1, -1):
                 transpose_tile(x + g*VL*ld + k, ld, out + k*width + g*VL, width)
             k += VL
+    # What is left: the last k of whole vectors, or all of a panel at the matrix's edge
     rows = least(rows, width)
     while k < kc:
         for r in range(rows):
@@ -830,7 +894,11 @@ cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
 
 cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ldc,
                         bint acc) noexcept nogil:
-    """C[MR, NR] (+)= one panel of A times one panel of B; all MR*NV sums in registers."""
+    """C[MR, NR] (+)= one panel of A, [kc, MR], times one of B, [kc, NR]; MR*NV sums in registers.
+
+    Every sum is one chain in ascending k; there are enough of them to hide the latency of an FMA.
+    C joins at the end, in one addition: a slice's sum is complete before it meets the others.
+    """
     cdef vf sums[14][3]     # MR and NV are constants of the build, at most 14 and 3
     cdef vf row[3]
     cdef idx k, i, j
@@ -855,7 +923,10 @@ cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ld
 
 cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc,
                     idx rows, idx cols) noexcept nogil:
-    """A tile at the edge of C: computed whole beside it, of which rows x cols are kept."""
+    """A tile at the edge of C: computed whole beside it, of which rows x cols are kept.
+
+    The panels are padded with zeros; the sums that are kept are those of a tile in the middle.
+    """
     cdef float whole[TILE_MAX]
     cdef idx i, j
     register_tile(kc, a, b, whole, NR, False)
@@ -865,7 +936,10 @@ cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, b
 
 
 cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogil:
-    """The epilogue of finished rows and columns, still in cache: dropout, then residual."""
+    """The epilogue of finished rows and columns, still in cache: dropout, then residual.
+
+    The mask depends on an element's place in C, so it does not matter how C was cut into blocks.
+    """
     cdef idx i, j, sequence, position
     cdef float* c
     cdef const float* r
@@ -883,7 +957,11 @@ cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogi
 
 cdef void multiply_block(const Product* p, idx i0, idx i1, idx j0, idx j1, idx jc, idx pc, idx kc,
                          const float* bp, float* ap) noexcept nogil:
-    """Rows i0..i1, columns j0..j1 of C over one slice of K; `bp`: B's panels from column jc."""
+    """Rows i0..i1, columns j0..j1 of C over one slice of K; `bp`: B's panels from column jc.
+
+    A's panel is packed by the thread that uses it, into its own `ap`: it is in that core's L1 from
+    then on, and no other thread has to wait for it.
+    """
     cdef idx i = i0, j, rows, cols
     cdef bint acc = p.acc or pc > 0
     while i < i1:
@@ -898,12 +976,13 @@ cdef void multiply_block(const Product* p, idx i0, idx i1, idx j0, idx j1, idx j
                 edge_tile(kc, ap, bp + (j - jc)*kc, p.c + i*p.ldc + j, p.ldc, acc, rows, cols)
             j += NR
         i += MR
+    # After the last slice the block is final: no other task writes to it
     if pc + kc == p.k and (p.threshold or p.residual != NULL):
         finish(p, i0, i1, j0, j1)
 
 
 cdef inline idx slice_depth(idx k) noexcept nogil:
-    """Equal slices of at most KC, so that none is a sliver."""
+    """Equal slices of at most KC, so that none is a sliver: 520 is 2*260, not 512 + 8."""
     cdef idx slices = most(1, (k + KC - 1)//KC)
     return (k + slices - 1)//slices
 
@@ -914,11 +993,12 @@ cdef idx b_room(idx n, idx k) noexcept nogil:
 
 
 cdef void pack_b_panel(const Product* p, idx j, idx pc, idx kc, float* out) noexcept nogil:
+    """Pack NR columns of B from j on, k from pc to pc + kc."""
     pack(p.b + (j*p.ldb + pc if p.tb else pc*p.ldb + j), p.ldb, not p.tb, kc, p.n - j, NR, out)
 
 
 cdef void multiply_serial(const Product* p, float* bp, float* ap) noexcept nogil:
-    """One product on the calling thread."""
+    """One product on the calling thread; slices and their order are those of multiply_team."""
     cdef idx jc = 0, pc, kc, nc, j
     if p.k == 0:                        # an empty sum
         for j in range(0 if p.acc else p.m):
@@ -941,6 +1021,7 @@ cdef void multiply_serial(const Product* p, float* bp, float* ap) noexcept nogil
 cdef void multiply_team(const Product* p, float* bp, float* ap, int threads) noexcept nogil:
     """One product on the team: per slice, all pack B, then share the blocks of C.
 
+    All threads run the loops over jc and pc, with equal bounds; the loops over tasks are shared.
     The barrier at the end of each loop over tasks keeps a thread from reading a panel of B before
     it is packed, or overwriting it while another still reads it.
     """
@@ -973,6 +1054,7 @@ cdef void multiply_team(const Product* p, float* bp, float* ap, int threads) noe
 
 
 cdef void run_product(const Product* p):
+    """Take scratch (for which the GIL is needed), then compute on one thread or the team."""
     cdef int threads = 1 if p.m*p.n*p.k < PARALLEL_FROM else THREADS
     cdef Buffer bp = Buffer(b_room(p.n, p.k)*4)
     cdef Buffer ap = Buffer(threads*(KC*MR + VL)*4)
@@ -989,7 +1071,7 @@ def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx l
     """C (+)= op(A) op(B); then, if asked, C = residual + dropout(C).
 
     Row i is position i % seq of sequence first_sequence + i//seq.  Leading dimensions are in
-    elements; `residual` has C's.
+    elements; `residual` has C's.  Shapes are those of Product; c overlaps nothing else.
     """
     cdef Product p
     p.a, p.b, p.c = <const float*>a, <const float*>b, <float*>c
@@ -1010,6 +1092,7 @@ def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c,
     """
     cdef const int64_t* at = <const int64_t*>offsets
     cdef idx i, t
+    # One product a task, each thread with scratch for both operands: nobody waits for a barrier
     cdef idx room_b = b_room(n, k), room_a = KC*MR + VL
     cdef int threads = 1 if batch*m*n*k < PARALLEL_FROM else THREADS
     cdef Buffer scratch = Buffer(threads*(room_a + room_b)*4)
@@ -1019,7 +1102,7 @@ def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c,
     p.lda, p.ldb, p.ldc, p.m, p.n, p.k = lda, ldb, ldc, m, n, k
     p.ta, p.tb, p.acc = ta, tb, acc
     for i in prange(batch, nogil=True, num_threads=threads, schedule='dynamic'):
-        if i == 0 or at[3*i + 2] != at[3*i - 1]:
+        if i == 0 or at[3*i + 2] != at[3*i - 1]:    # the first item of a run
             own = <float*>scratch.address + threadid()*(room_a + room_b)
             batch_run(&p, <const float*>a, <const float*>b, <float*>c, at, i, batch, own,
                       own + room_a)
@@ -1045,9 +1128,8 @@ cdef void batch_run(const Product* shape, const float* a, const float* b, float*
 # accumulators, or rows so short (a head) that a vectorised scalar loop would mostly check aliasing.
 
 
-
 cdef inline vf load(const float* x, idx left) noexcept nogil:
-    """The next VL elements, zeros from `left` on."""
+    """The next VL elements, zeros from `left` on; memory past them is not read."""
     cdef vf v
     if left >= VL:
         return (<const vf*>x)[0]
@@ -1092,7 +1174,10 @@ cdef inline float lane_sum(vf v) noexcept nogil:
 
 
 cdef inline float row_sum(const float* a, const float* b, const float* c, idx n) noexcept nogil:
-    """Sum of a*b*c, where b and c may be NULL; four chains hide the latency of an add."""
+    """Sum of a*b*c, where b and c may be NULL; four chains hide the latency of an add.
+
+    The tail joins chain 0, padded with zeros: the order of the sum depends on n alone.
+    """
     cdef vf acc[4]
     cdef idx i = 0
     cdef int j
@@ -1132,6 +1217,7 @@ cdef inline float row_max(const float* x, idx n) noexcept nogil:
 
 
 # Sums and softmax:  y_i = e_i/sum e, e_i = exp(x_i - max x);  dx_i = y_i (dy_i - sum_j y_j dy_j)
+# The maximum cancels out of y, but keeps e from overflowing and its sum at 1 or more.
 
 def sum_rows(size_t x, size_t y, idx rows, idx cols):
     """y[r] = sum of x[r, :].  Tasks are blocks of rows, so that few long rows also use the team."""
@@ -1139,6 +1225,7 @@ def sum_rows(size_t x, size_t y, idx rows, idx cols):
     cdef Buffer scratch = Buffer(rows*blocks*sizeof(float))
     cdef float* part = <float*>scratch.address
     with nogil, parallel(num_threads=team(rows*cols)):
+        # part [rows, blocks]; the barrier after this loop: a row's blocks come from any thread
         for t in prange(rows*blocks, schedule='dynamic', chunksize=grain(cols)):
             r, j = t//blocks, t%blocks
             part[t] = row_sum(<const float*>x + r*cols + j*PART, NULL, NULL, extent(j, cols))
@@ -1147,7 +1234,10 @@ def sum_rows(size_t x, size_t y, idx rows, idx cols):
 
 
 cdef double exp_row(const float* x, float* y, idx n, float top) noexcept nogil:
-    """y = exp(x - top) unless y is NULL; returns the sum, in double from PIECE to PIECE."""
+    """y = exp(x - top) unless y is NULL; returns the sum, in double from PIECE to PIECE.
+
+    A piece is summed while it is in L1; in double, a long row (a vocabulary) loses nothing more.
+    """
     cdef float room[PIECE]
     cdef float* e
     cdef double total = 0
@@ -1163,6 +1253,7 @@ cdef double exp_row(const float* x, float* y, idx n, float top) noexcept nogil:
 
 
 cdef void softmax_row(const float* x, float* y, idx n) noexcept nogil:
+    """One row: a single division, then products."""
     cdef double total = exp_row(x, y, n, row_max(x, n))
     scale_part(<float>(1.0/total), y, y, n)
 
@@ -1176,6 +1267,7 @@ def softmax(size_t x, size_t y, idx rows, idx cols):
 
 
 cdef void softmax_backward_row(const float* y, const float* dy, float* dx, idx n) noexcept nogil:
+    """One row; dx is first written when the sum is known, so it may be dy."""
     cdef float dot = row_sum(y, dy, NULL, n)
     cdef idx i
     for i in range(n):
@@ -1192,6 +1284,7 @@ def softmax_backward(size_t y, size_t dy, size_t dx, idx rows, idx cols):
 
 
 # Cross-entropy:  loss = ln(sum_j e^x_j) - x_target;  dx_j = (softmax_j - [j = target]) scale
+# with the logarithm as top + ln(sum_j e^(x_j - top)), top = max x: that sum is at least 1.
 
 cdef double loss_row(float* x, idx target, idx cols, float scale, bint write,
                      idx padded) noexcept nogil:
@@ -1217,7 +1310,8 @@ def cross_entropy(size_t logits, idx ld, size_t targets, size_t losses, idx rows
     """losses[r] (double) of logits [rows, ld]; targets are int64, below 0 = not counted, loss 0.
 
     With write_gradient the logits become their gradient times scale, and columns from cols to
-    cols_padded become 0; without it they stay as they are.
+    cols_padded become 0; without it they stay as they are.  Losses are double because thousands of
+    them are added up.  A target lies below cols, and cols_padded is at most ld.
     """
     cdef idx r
     for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(cols),
@@ -1228,6 +1322,7 @@ def cross_entropy(size_t logits, idx ld, size_t targets, size_t losses, idx rows
 
 # RMS norm:  y = x r w with r = 1/sqrt(mean(x^2) + eps);  with t = dy w:
 #   dx = r t - x r^3 mean(t x),  dw = sum over rows of dy x r
+# The second term of dx is what x_j does to all y_i through r: dr/dx_j = -r^3 x_j/n.
 
 cdef inline float norm_factor(const float* x, idx n, float eps) noexcept nogil:
     """r of a row."""
@@ -1237,7 +1332,10 @@ cdef inline float norm_factor(const float* x, idx n, float eps) noexcept nogil:
 cdef inline void norm_row_backward(const float* dy, const float* x, const float* w, float r,
                                    float* dx, bint acc, const float* more, float* dw,
                                    idx n) noexcept nogil:
-    """dx (+)= the formula above + more, dw += dy x r; more and dw may be NULL, dx may be dy."""
+    """dx (+)= the formula above + more, dw += dy x r; more and dw may be NULL, dx may be dy.
+
+    Everything that needs the whole row of dy is in c, before the first store to dx.
+    """
     cdef float c = row_sum(dy, w, x, n)*r/<float>n*r*r
     cdef vf g, v, d
     cdef idx i = 0, left
@@ -1256,6 +1354,7 @@ cdef inline void norm_row_backward(const float* dy, const float* x, const float*
 
 
 cdef inline void add_rows(const float* a, const float* b, float* y, idx n) noexcept nogil:
+    """y = a + b; y may be a."""
     cdef idx i
     for i in range(n):
         y[i] = a[i] + b[i]
@@ -1280,6 +1379,7 @@ def add_rmsnorm(size_t x, size_t residual, size_t w, size_t total, size_t y, siz
                 idx dim, float eps):
     """total = x + residual, y = rmsnorm(total) w, rstd[rows] = r.
 
+    x, residual, total and y are [rows, dim], w is [dim]; rstd is kept for the backward.
     Without a residual (0) y = rmsnorm(x) w, total is left alone.  total may be 0, x or residual.
     """
     cdef idx r
@@ -1291,7 +1391,10 @@ def add_rmsnorm(size_t x, size_t residual, size_t w, size_t total, size_t y, siz
 
 
 cdef inline idx chunk_rows(idx rows) noexcept nogil:
-    """Rows per chunk of a sum over rows: at most 64 chunks, of at least 8 rows."""
+    """Rows per chunk of a sum over rows: at most 64 chunks, of at least 8 rows.
+
+    The number of rows decides, not that of threads, or the order of the sum would change with it.
+    """
     return most(8, parts(rows, 64))
 
 
@@ -1318,7 +1421,7 @@ def add_rmsnorm_backward(size_t dy, size_t dtotal, size_t total, size_t w, size_
                          bint acc, size_t dw, idx rows, idx dim):
     """dx (+)= gradient through the norm + dtotal; dw += its gradient.  dtotal and dw may be 0.
 
-    dx may be dy or dtotal.
+    dx may be dy or dtotal.  All are [rows, dim], but w and dw [dim] and rstd [rows].
     """
     cdef idx c, r, step = chunk_rows(rows), chunks = parts(rows, step)
     cdef Buffer scratch = Buffer(chunks*dim*sizeof(float) if dw else 0)
@@ -1330,11 +1433,14 @@ def add_rmsnorm_backward(size_t dy, size_t dtotal, size_t total, size_t w, size_
                        <const float*>total + r*dim, <const float*>w, <const float*>rstd + r,
                        <float*>dx + r*dim, acc, part + c*dim if dw else NULL,
                        least(step, rows - r), dim)
+        # The region has ended, so every chunk is complete; one thread adds them in order
         if dw:
             add_chunks(part, chunks, dim, <float*>dw, dim)
 
 
-# RoPE turns the pair (x_i, x_{i + half}) by the angle of (position, i); its backward turns it back.
+# RoPE turns the pair (x_i, x_{i + half}) by the angle of (position, i); its backward turns it back:
+#   y_i = x_i cos - x_{i + half} sin,  y_{i + half} = x_{i + half} cos + x_i sin   (Su et al., 2021)
+# The pairs are those of Hugging Face's files (the paper turns neighbours).
 # A row holds heads + kv_heads heads that are normed and turned, then kv_heads values that are not.
 
 cdef inline void rotate(const float* x, const float* w, float r, const float* cos, const float* sin,
@@ -1389,7 +1495,10 @@ def qk_norm_rope(size_t qkv, size_t out, size_t qw, size_t kw, size_t cos, size_
 cdef void qk_row_backward(float* d, const float* qkv, const float* qw, const float* kw, float* dw,
                           const float* cos, const float* sin, const float* rstd, idx heads,
                           idx kv_heads, idx n) noexcept nogil:
-    """Turn back, then the norm's backward in place; dw holds this chunk's sums, q's then k's."""
+    """Turn back, then the norm's backward in place; dw holds this chunk's sums, q's then k's.
+
+    All heads of a kind share one weight: they add to dw head by head, row by row.
+    """
     cdef const float* w
     cdef idx h
     for h in range(heads + kv_heads):
@@ -1416,9 +1525,12 @@ def qk_norm_rope_backward(size_t dqkv, size_t qkv, size_t qw, size_t kw, size_t 
                           idx kv_heads, idx head_dim):
     """dqkv holds d(out) and becomes d(qkv), in place, values untouched; dqw and dkw are added to.
 
-    qw, kw, dqw, dkw may be 0; rstd is needed where qw or kw is given.
+    qw, kw, dqw, dkw may be 0; rstd is needed where qw or kw is given.  dqkv and qkv are
+    [rows, heads + 2 kv_heads, head_dim], and qkv is the forward's input: with weights, that may not
+    have run in place.
     """
     cdef idx c, step = chunk_rows(rows), chunks = parts(rows, step), n = head_dim
+    # part [chunks, 2, n]: each chunk's sums for q's weight, then for k's
     cdef Buffer scratch = Buffer(chunks*2*n*sizeof(float))
     cdef float* part = <float*>scratch.address
     with nogil:
@@ -1433,9 +1545,12 @@ def qk_norm_rope_backward(size_t dqkv, size_t qkv, size_t qw, size_t kw, size_t 
             add_chunks(part + n, chunks, 2*n, <float*>dkw, n)
 
 
-# SwiGLU:  h = silu(gate)*up;  dgate = dh up silu'(gate),  dup = dh silu(gate)
+# SwiGLU:  h = silu(gate)*up;  dgate = dh up silu'(gate),  dup = dh silu(gate)   (Shazeer, 2020)
+# gate and up are the halves of a row, as the one product with the fused weight leaves them; their
+# gradients take the same places, for that product's backward.
 
 cdef void swiglu_row(const float* gate, const float* up, float* h, idx n) noexcept nogil:
+    """One row of h."""
     cdef idx i
     for i in range(n):
         h[i] = silu(gate[i])*up[i]
@@ -1451,6 +1566,7 @@ def swiglu(size_t gu, size_t h, idx rows, idx ffn):
 
 
 cdef void swiglu_backward_row(float* gate, float* up, const float* dh, idx n) noexcept nogil:
+    """One row; the sigmoid is computed again from gate."""
     cdef float g, u, s
     cdef idx i
     for i in range(n):
@@ -1460,7 +1576,7 @@ cdef void swiglu_backward_row(float* gate, float* up, const float* dh, idx n) no
 
 
 def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
-    """gu becomes its gradient, in place."""
+    """gu [rows, 2 ffn] becomes its gradient, in place, from dh [rows, ffn]."""
     cdef idx r
     for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(ffn),
                     num_threads=team(2*rows*ffn)):
@@ -1469,9 +1585,11 @@ def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
 
 
 # Embedding:  y_i = w[token_i];  dw[token] += dy_i of all its positions, in a stable sort's order
+# The sort brings a token's positions together, in ascending order: a row of dw has one writer, so
+# it takes no atomics, and its sum has one order.
 
 def embed(size_t tokens, size_t w, size_t y, idx n, idx dim):
-    """y[i] = w[tokens[i]], tokens int64."""
+    """y[i] = w[tokens[i]]: tokens int64 [n], w [vocabulary, dim], y [n, dim]."""
     cdef idx i
     for i in prange(n, nogil=True, schedule='dynamic', chunksize=grain(dim),
                     num_threads=team(n*dim)):
@@ -1491,15 +1609,15 @@ cdef void embed_run(const int64_t* tokens, const int64_t* order, const float* dy
 
 
 def embed_backward(size_t tokens, size_t order, size_t dy, size_t dw, idx n, idx dim):
-    """dw[tokens[i]] += dy[i]; order (int64) is the stable argsort of tokens."""
+    """dw[tokens[i]] += dy[i]; order (int64) is the stable argsort of tokens.
+
+    Every place of the order is a task, but only the first of a token's run has work to do.
+    """
     cdef idx i
     for i in prange(n, nogil=True, schedule='dynamic', chunksize=grain(dim),
                     num_threads=team(n*dim)):
         embed_run(<const int64_t*>tokens, <const int64_t*>order, <const float*>dy, <float*>dw, i,
                   n, dim)
-
-
-from libc.math cimport INFINITY, logf
 
 
 # ---- 8. Attention -------------------------------------------------------------------------------
@@ -1511,6 +1629,9 @@ from libc.math cimport INFINITY, logf
 #
 # after FlashAttention-2 (Dao, 2023).  Weights exist for one tile of queries by keys at a time:
 # forward corrects the maximum m and the sum l so far as keys arrive, backward makes p again from L.
+# delta is what the softmax's backward subtracts, the sum over keys of p * (do v^T): as o is the
+# sum of p * v, it is do . o, known before any tile of p.
+#
 # Tiles that lie wholly in the future are never visited, and in a tile on the diagonal each register
 # tile stops there.
 #
@@ -1539,18 +1660,21 @@ cdef enum:
 
 cdef struct View:                   # [batch, position, head, dim] by strides, the last one 1
     float* start
-    idx batch, position, head
+    idx batch, position, head       # these strides, in elements
 
 cdef struct Attention:
-    idx batch, sq, sk, heads, kv_heads, dim
+    idx batch, sq, sk, heads, kv_heads, dim     # heads is a multiple of kv_heads
     idx wide                        # dim rounded up to AL, the row length of every tile in scratch
     idx keys                        # sk rounded up to KEYS
     float scale
-    float* lse
+    float* lse                      # L [batch, heads, sq]
+    # q, o, dy, dq have sq positions and heads, the others sk and kv_heads; `describe` fills them in
+    # this order, and forward has only the first four
     View q, k, v, o, dy, dq, dk, dv
 
 
 cdef inline float* at(const View* x, idx b, idx position, idx head) noexcept nogil:
+    """The `dim` elements of one head at one position."""
     return x.start + b*x.batch + position*x.position + head*x.head
 
 
@@ -1577,7 +1701,10 @@ cdef int attention_team(const Attention* a) noexcept nogil:
 
 cdef void stage(const float* x, idx ld, idx rows, idx cols, float alpha, float* y, idx height,
                 idx width) noexcept nogil:
-    """y[height, width] = alpha * x[rows, cols] with zeros around it."""
+    """y[height, width] = alpha * x[rows, cols] with zeros around it.
+
+    Rows of x are ld apart.  A prefetch past its end reads nothing and cannot fault.
+    """
     cdef idx i, j
     for i in range(rows):
         for j in range((cols + 15)//16):        # hardware does not prefetch rows a page apart
@@ -1590,7 +1717,7 @@ cdef void stage(const float* x, idx ld, idx rows, idx cols, float alpha, float* 
 
 
 cdef void flip(const float* x, idx width, float* y) noexcept nogil:
-    """y[width, TILE] = transpose of x[TILE, width]."""
+    """y[width, TILE] = transpose of x[TILE, width]: scores are vectors of queries."""
     cdef idx i, j
     for i in range(TILE//VL):
         for j in range(width//VL):
@@ -1604,6 +1731,8 @@ cdef void multiply(idx rows, idx cols, idx depth, const float* a, idx row, idx s
 
     The register tile at row r takes t from r + first to r + last + AR only: outside, a is known to
     be 0.  Rows and columns are rounded up to whole register tiles; there must be memory for that.
+    (row, step) is (ld, 1) for a matrix as it lies and (1, ld) for its transpose.  A sum takes t in
+    ascending order, with `add` going on from c.
     """
     cdef vf sums[AR][2]             # stays in registers because the loops over it lie inside others
     cdef vf b0, b1
@@ -1642,7 +1771,11 @@ cdef inline idx seen(idx lane, idx keys, idx shift) noexcept nogil:
 
 cdef void scores(const float* k, const float* qt, float* s, const Attention* a, idx queries,
                  idx keys, idx shift) noexcept nogil:
-    """s[key][query] = k q^T down to the diagonal, in whole register tiles."""
+    """s[key][query] = k q^T down to the diagonal, in whole register tiles.
+
+    k [keys, wide] as staged, qt [wide, TILE] = (scale q)^T, s [KEYS, TILE].  Keys that
+    none of AL queries sees are left out; softmax_tile and gradient_tile put zeros there.
+    """
     cdef idx lane = 0
     while lane < queries:
         multiply(seen(lane, keys, shift), AL, a.dim, k, a.wide, 1, qt + lane, TILE, s + lane, TILE,
@@ -1674,7 +1807,8 @@ cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, i
                        idx shift) noexcept nogil:
     """Scores to weights exp(s - m), in place; m and l, the maximum and the sum so far, move on.
 
-    fade = exp(old m - m) is what all that was summed before shrinks by.
+    fade = exp(old m - m) is what all that was summed before shrinks by:
+    m = max(old m, max s),  l = old l * fade + sum exp(s - m).  The sum runs over keys in order.
     """
     cdef float top[AL]              # local copies, which the compiler knows not to overlap with s
     cdef float sums[AL]
@@ -1707,6 +1841,7 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, const float* k,
     cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq
     cdef idx wide = a.wide, tile = TILE*wide
     cdef idx end = ahead + queries, k0 = 0, keys, shift, i, j
+    # The thread's scratch: q, o [TILE, wide], qt [wide, TILE], s [KEYS, TILE], m, l, fade [TILE]
     cdef float* q = room
     cdef float* qt = room + tile
     cdef float* o = room + 2*tile
@@ -1730,6 +1865,7 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, const float* k,
                     o[i*wide + j] *= fade[i]
         multiply(queries, wide, keys, s, 1, TILE, v + k0*wide, wide, o, wide, True, -FAR, shift)
         k0 += KEYS
+    # One division a row at the very end; a query that saw nothing has l = 0: L = -inf and o = 0
     for i in range(queries):
         a.lse[(b*a.heads + h)*a.sq + q0 + i] = m[i] + logf(l[i])
         l[i] = 0 if l[i] == 0 else 1/l[i]
@@ -1738,7 +1874,11 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, const float* k,
 
 
 cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, float* room) noexcept nogil:
-    """o and L of CHUNK tiles of queries from q0 on, of one head."""
+    """o and L of CHUNK tiles of queries from q0 on, of one head.
+
+    k and v are staged once for CHUNK*TILE queries (256 or 192), whose products hide the copying; a
+    long sequence still makes several tasks of each head.
+    """
     cdef idx last = least(a.sq, q0 + CHUNK*TILE), g = h//(a.heads//a.kv_heads)
     cdef idx keys = most(0, last + a.sk - a.sq), size = a.keys*a.wide
     cdef idx height = least(a.keys, keys + AR)  # scores read whole register tiles of k
@@ -1750,7 +1890,11 @@ cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, float* room) n
 
 
 cdef void one_query(const Attention* a, idx b, idx h, float* room) noexcept nogil:
-    """o and L of a single query, as when generating: k and v are read once and in place."""
+    """o and L of a single query, as when generating: k and v are read once and in place.
+
+    Reading them is all that this costs: a tile would have one row in use, staging a second pass.
+    Scratch: q and o [wide], s [sk], all of whose scores are there before the first weight.
+    """
     cdef idx g = h//(a.heads//a.kv_heads), whole = a.dim//VL, key, i
     cdef float* q = room
     cdef float* o = room + a.wide
@@ -1797,6 +1941,7 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     describe(&a, <const int64_t*>dims, address, 4, <float*>lse, scale)
     cdef idx chunks = (a.sq + CHUNK*TILE - 1)//(CHUNK*TILE), tasks = a.batch*a.heads*chunks, t, last
     cdef int threads = most(1, least(tasks, attention_team(&a)))
+    # Per thread: k and v; q, q^T and o; s; m, l and fade
     cdef idx size = 2*a.keys*a.wide + 3*TILE*a.wide + KEYS*TILE + 3*TILE
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
@@ -1827,7 +1972,10 @@ cdef void row_dots(const float* x, const float* y, idx width, float* z) noexcept
 
 cdef void gradient_tile(float* p, float* ds, const float* lse, const float* delta, idx queries,
                         idx keys, idx shift) noexcept nogil:
-    """In place: scores p to weights exp(p - L); ds, which comes as v do^T, to p*(ds - delta)."""
+    """In place: scores p to weights exp(p - L); ds, which comes as v do^T, to p*(ds - delta).
+
+    p and ds are [KEYS, TILE], a lane a query; lse and delta are [TILE].
+    """
     cdef float total[AL]            # local copies, as in softmax_tile
     cdef float mean[AL]
     cdef float* x
@@ -1853,6 +2001,7 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, const float* k
     cdef idx wide = a.wide, tile = TILE*wide
     # Whole register tiles of keys: the odd ones lie in every query's future and get p = ds = 0.
     cdef idx end = (ahead + queries + AR - 1)//AR*AR, k0 = 0, keys, shift, i, j
+    # Scratch: q, dy, dq [TILE, wide], qt, dyt [wide, TILE], p, ds [KEYS, TILE], lse, delta [TILE]
     cdef float* q = room
     cdef float* qt = room + tile
     cdef float* dy = room + 2*tile
@@ -1875,6 +2024,7 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, const float* k
         scores(k + k0*wide, qt, p, a, queries, keys, shift)
         scores(v + k0*wide, dyt, ds, a, queries, keys, shift)
         gradient_tile(p, ds, lse, delta, queries, keys, shift)
+        # dv += p^T dy;  dk += ds^T q, in which q carries the scale;  dq += ds k, scaled at the end
         multiply(keys, wide, queries, p, TILE, 1, dy, wide, dv + k0*wide, wide, True, -shift, FAR)
         multiply(keys, wide, queries, ds, TILE, 1, q, wide, dk + k0*wide, wide, True, -shift, FAR)
         multiply(queries, wide, keys, ds, 1, TILE, k + k0*wide, wide, dq, wide, True, -FAR, shift)
@@ -1885,7 +2035,11 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, const float* k
 
 
 cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept nogil:
-    """dq, dk, dv of one kv head: its query heads one by one, the queries of each in order."""
+    """dq, dk, dv of one kv head: its query heads one by one, the queries of each in order.
+
+    So dk and dv have a single writer and one order of summation; they grow in the thread's scratch
+    and are copied out once.
+    """
     cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, h, q0, i
     cdef float* k = room
     cdef float* v = room + size
@@ -1908,21 +2062,27 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
                        size_t dk, size_t dv, size_t dims, float scale):
     """dq, dk, dv (overwritten) from dy, the gradient of o, and the o and lse that `attention` left.
 
-    dims as for `attention`, with the strides of q, k, v, o, dy, dq, dk, dv.
+    dims as for `attention`, with the strides of q, k, v, o, dy, dq, dk, dv.  The three results
+    overlap neither each other nor the rest.  A task is a whole kv head, of which there are B*KV.
     """
     cdef Attention a
     cdef size_t[8] address = [q, k, v, o, dy, dq, dk, dv]
     describe(&a, <const int64_t*>dims, address, 8, <float*>lse, scale)
     cdef idx tasks = a.batch*a.kv_heads, t
     cdef int threads = most(1, least(tasks, attention_team(&a)))
+    # Per thread: k, v, dk and dv; the five tiles of queries; p and ds; lse and delta
     cdef idx size = 4*a.keys*a.wide + 5*TILE*a.wide + 2*KEYS*TILE + 2*TILE
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
     with nogil, parallel(num_threads=threads):
         for t in prange(tasks, schedule='dynamic'):
             backward_head(&a, t//a.kv_heads, t % a.kv_heads, room + threadid()*size)
+
+
 # ---- 9. Optimizer --------------------------------------------------------------------------------
 
+# Blocks are counted from the start of the flat gradient buffer and added up in order by the caller,
+# so the norm has one value whoever computes which blocks.
 cdef enum: SQUARES = 65536          # elements per partial sum of the global norm
 
 
@@ -1930,6 +2090,7 @@ cdef double square_sum(const float* x, idx n) noexcept nogil:
     """Sum of squares in double, 16 running sums and a tree.
 
     The square of an fp32 is exact in double, so fused or not the bits are the same in every build.
+    For the same reason there are 16 sums whatever VL is.
     """
     cdef double lane[16]
     cdef idx i = 0
@@ -1959,7 +2120,7 @@ def sumsq(size_t x, size_t out, idx n):
 cdef void adamw_part(float* p, float* g, float* m, float* v, idx n, float scale, float blend1,
                      float beta2, float blend2, float root, float eps, float keep,
                      float minus_step) noexcept nogil:
-    """The formula of adamw() for one part."""
+    """The formula of adamw() for one part; every multiply-add is spelled, so no build chooses."""
     cdef float grad
     cdef idx i
     for i in range(n):
@@ -1967,12 +2128,14 @@ cdef void adamw_part(float* p, float* g, float* m, float* v, idx n, float scale,
         m[i] = fmaf1(blend1, fmaf1(g[i], scale, -m[i]), m[i])
         v[i] = fmaf1(blend2*grad, grad, beta2*v[i])
         p[i] = fmaf1(minus_step, m[i]/(sqrtf(v[i])/root + eps), p[i]*keep)
-        g[i] = <float>0.0
+        g[i] = <float>0.0                           # read for the last time, and in L1: free here
 
 
 def adamw(size_t p, size_t g, size_t m, size_t v, idx n, lr, beta1, beta2, eps, weight_decay, bias1,
           bias2, grad_scale):
     """One step of AdamW (torch's) over n elements; g is zeroed.  bias_i = 1 - beta_i^step.
+
+    Loshchilov and Hutter (2019), with m = beta1 m + (1 - beta1) g' written as an interpolation:
 
         m = fma(1 - beta1, fma(g, grad_scale, -m), m)
         v = fma((1 - beta2)*g', g', beta2*v)                  with g' = g*grad_scale

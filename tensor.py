@@ -357,11 +357,15 @@ def flat2(t):
 
 # ---- 4. Primitives -------------------------------------------------------------------------------
 
+MAX_AXES = 8                        # of a strided walk in the core
+
+
 @row(lambda: (sample(1024, 4096).view((4096, 1024), (1, 4096)),), dtypes=tuple(DTYPES))
 def copy(x, out=None):
     """x in a new contiguous tensor, or in `out` (of the same shape, any strides)."""
     out = empty(x.shape, x.dtype, x.device) if out is None else out
     need(out.shape == x.shape, "copy", "shapes differ", x, out)
+    need(x.ndim <= MAX_AXES, "copy", f"more than {MAX_AXES} axes", x)
     shape, sa = longs(*x.shape)
     xs, xa = longs(*x.strides)
     os_, oa = longs(*out.strides)
@@ -391,6 +395,7 @@ def broadcast(name, a, b):
 def elementwise(name, kind, a, b):
     """a (kind) b with broadcasting, in a new contiguous tensor."""
     shape = broadcast(name, a, b)
+    need(len(shape) <= MAX_AXES, name, f"more than {MAX_AXES} axes", a, b)
     a, b, out = expand(a, shape, name), expand(b, shape, name), empty(shape, "f32", a.device)
     dims, da = longs(*shape)
     astrides, aa = longs(*a.strides)
