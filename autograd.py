@@ -384,6 +384,7 @@ def sum(x, axis=None, keepdims=False):
 
 def mean(x, axis=None, keepdims=False):
     """The mean over an axis, a tuple of axes, or all of them."""
+    T.need(x.size, "mean", "no elements in", x)
     total = sum(x, axis, keepdims)
     return mul(total, total.size/x.size)
 
@@ -448,9 +449,10 @@ def slice(x, key):
 def sliced(x, key):
     """Basic indexing as a view, without the tape."""
     key, everything = key if isinstance(key, tuple) else (key,), builtins.slice(None)
-    if Ellipsis in key:
-        at = key.index(Ellipsis)
-        key = key[:at] + (everything,)*(x.ndim - len(key) + 1) + key[at + 1:]
+    for at, k in enumerate(key):
+        if k is Ellipsis:
+            key = key[:at] + (everything,)*(x.ndim - len(key) + 1) + key[at + 1:]
+            break
     T.need(len(key) <= x.ndim, "slice", f"{len(key)} indices are too many for", x)
     shape, strides, offset = [], [], x.offset
     key = key + (everything,)*(x.ndim - len(key))
@@ -461,6 +463,8 @@ def sliced(x, key):
             strides.append(stride*step)
             offset += start*stride if shape[-1] else 0
         else:
+            if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+                raise TypeError(f"slice: an index is a whole number or a slice, not {k!r}")
             if not -n <= k < n:
                 raise IndexError(f"slice: index {k} lies outside an axis of {n} in {x.shape}")
             offset += k % n*stride

@@ -521,6 +521,7 @@ def sum(x, axes):
 @row(lambda: (sample(4096, 1024),))
 def softmax(x):
     """Over the last axis, the maximum subtracted."""
+    need(x.ndim and x.shape[-1], "softmax", "wants [..., at least one class], got", x)
     x = packed(x)
     out = empty(x.shape, "f32", x.device)
     core.softmax(x.ptr, out.ptr, x.size//x.shape[-1], x.shape[-1])
@@ -685,8 +686,17 @@ class Dropout(typing.NamedTuple):
     first_sequence: int     # number of row 0 of the batch in the whole run
     site: int               # layer*4 + place in the layer
 
-    threshold = property(lambda self: int(self.p*2**32))
-    keep_scale = property(lambda self: 1.0/(1.0 - self.p))
+    @property
+    def threshold(self):
+        """Words below it are dropped."""
+        if not 0 <= self.p < 1:
+            raise ValueError(f"dropout: p = {self.p} must lie in [0, 1)")
+        return int(self.p*2**32)
+
+    @property
+    def keep_scale(self):
+        """What a kept element is multiplied by."""
+        return 1.0/(1.0 - self.p)
 
 
 NO_DROPOUT = Dropout(0.0, 0, 0, 0)
@@ -740,6 +750,7 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
     head_dim = width//parts
     need(cos.shape == sin.shape == (S, head_dim//2) and head_dim % 2 == 0, "qk_norm_rope",
          "cos and sin want [seq, head_dim/2] for", cos, qkv)
+    need((q_weight is None) == (k_weight is None), "qk_norm_rope", "one weight is missing", qkv)
     for w in (q_weight, k_weight):
         need(w is None or w.shape == (head_dim,), "qk_norm_rope", "a weight wants [head_dim] for",
              w, qkv)

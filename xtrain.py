@@ -149,23 +149,36 @@ def layout(c):
     return matrices | vectors
 
 
+class Flat:
+    """The arena's memory: `weights`, and `grads` of the same shape, made when first asked for."""
+
+    def __init__(self, size, device):
+        self.weights, self._grads = T.zeros((size,), device=device), None
+
+    @property
+    def grads(self):
+        if self._grads is None:
+            self._grads = T.zeros(self.weights.shape, device=self.weights.device)
+        return self._grads
+
+
 class Parameter(Tensor):
     """A view of the arena whose `grad` is the same view of the gradient arena."""
-    __slots__ = ("arena",)
+    __slots__ = ("flat",)
 
-    def __init__(self, arena, shape, strides, offset):
-        super().__init__(arena.weights.storage, shape, strides, offset, requires_grad=True)
-        self.arena = arena
+    def __init__(self, flat, shape, strides, offset):
+        super().__init__(flat.weights.storage, shape, strides, offset, requires_grad=True)
+        self.flat = flat
 
     @property
     def grad(self):
-        return self.arena.grads.view(self.shape, self.strides, self.offset)
+        return self.flat.grads.view(self.shape, self.strides, self.offset)
 
 
 class Arena:
     """All parameters in one flat f32 tensor, each from a multiple of 128 elements; zero in between.
 
-    weights, and made when first asked for: grads, of the same shape.  `physical` are the tensors
+    weights, and grads of the same shape, are flat tensors.  `physical` are the tensors
     that the model computes with, `named` the Hugging Face tensors; both are views.  `decayed` is
     the number of elements, from the start, that weight decay applies to: the matrices.
     """
@@ -177,18 +190,16 @@ class Arena:
             at = round_up(at + math.prod(matrix.shape), 128)
             if len(matrix.shape) == 2:
                 self.decayed = at
-        self.weights, self._grads = T.zeros((at,), device=device), None
+        self.flat = Flat(at, device)
         for name, (shape, parts) in layout(config).items():
             strides = T.contiguous_strides(shape)
-            self.physical[name] = Parameter(self, shape, strides, spots[name])
+            self.physical[name] = Parameter(self.flat, shape, strides, spots[name])
             for part, (row, logical) in parts.items():
-                self.named[part] = Parameter(self, logical, strides, spots[name] + row*strides[0])
+                at = spots[name] + row*strides[0]
+                self.named[part] = Parameter(self.flat, logical, strides, at)
 
-    @property
-    def grads(self):
-        if self._grads is None:
-            self._grads = T.zeros(self.weights.shape, device=self.weights.device)
-        return self._grads
+    weights = property(lambda self: self.flat.weights)
+    grads = property(lambda self: self.flat.grads)
 
 
 # ---- 3. Decoder ----------------------------------------------------------------------------------
