@@ -26,6 +26,7 @@ import contextlib
 import heapq
 import itertools
 import math
+import threading
 
 import numpy as np
 
@@ -35,7 +36,14 @@ from tensor import Dropout, Tensor
 # ---- 1. The tape ---------------------------------------------------------------------------------
 
 _numbers = itertools.count()
-_recording = True
+
+
+class Switch(threading.local):
+    """Whether this thread records: one that samples does not stop another from training."""
+    on = True
+
+
+_recording = Switch()
 
 
 class Node:
@@ -153,7 +161,7 @@ def record(out, inputs, backward, always=False):
     What is returned is a new view that knows the node.  The `out` of the row does not, so that the
     closure of a backward may hold it without a cycle.
     """
-    if not _recording or not (always or any(tracked(t) for t in inputs)):
+    if not _recording.on or not (always or any(tracked(t) for t in inputs)):
         return out
     outs = out if isinstance(out, tuple) else (out,)
     node, fresh = Node(inputs, backward, outs), []
@@ -212,12 +220,11 @@ def walk(starts):
 @contextlib.contextmanager
 def recording(on):
     """Context in which the tape is on or off; it nests, and an exception restores it as well."""
-    global _recording
-    before, _recording = _recording, on
+    before, _recording.on = _recording.on, on
     try:
         yield
     finally:
-        _recording = before
+        _recording.on = before
 
 
 def no_grad():
@@ -656,7 +663,8 @@ def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
     """
     vocab = w.shape[0] if vocab is None else vocab
     if denominator is None:
-        denominator = max(1, int((targets.array() >= 0).sum()))
+        denominator = int((targets.array() >= 0).sum())
+    denominator = max(1, denominator)       # a batch without targets has loss 0
     x2, flat = T.flat2(T.packed(x)), targets.view((targets.size,))
 
     def gradients(weight, sx, sw):
@@ -670,7 +678,7 @@ def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
         sw.fill(lambda dw, acc: with_dw((dw, acc))) if sw else with_dw(None)
         return loss[0]
 
-    if now and _recording:
+    if now and _recording.on:
         # dx waits in the grad of a leaf, dw is added where it belongs at once: g is taken to be 1
         ahead = x.detach()
         loss = gradients(1.0, Sink(ahead) if tracked(x) else None, Sink(w) if tracked(w) else None)

@@ -35,6 +35,7 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 import zlib
 from functools import cache, partial
 from typing import Callable, NamedTuple
@@ -1106,6 +1107,36 @@ def test_tokens_out_of_range():
             ag.head_loss(leaf(2, 8), leaf(16, 8), own(np.array([0, target])), vocab=11)
     with pytest.raises(ValueError, match="head_loss"):
         ag.head_loss(leaf(2, 8), leaf(16, 8), own(np.array([0, 1])), vocab=17)
+
+
+def test_threads_record_on_their_own():
+    """no_grad in one Python thread leaves the others recording."""
+    inside, done = threading.Event(), threading.Event()
+
+    def sample():
+        with ag.no_grad():
+            inside.set()
+            done.wait(10)
+
+    other = threading.Thread(target=sample)
+    other.start()
+    inside.wait(10)
+    x = leaf(3)
+    y = x*2.0
+    done.set()
+    other.join()
+    ag.sum(y).backward()
+    assert_close(x.grad.numpy(), np.full(3, 2.0))
+
+
+def test_nothing_to_learn():
+    """A batch whose targets are all -1 has loss 0 and gradient 0, whatever the denominator."""
+    for counted in (None, 0, 5):
+        model = build()
+        tokens, targets = batch_of(model.config)
+        assert xtrain.Step(model, xtrain.AdamW(model)).micro(
+            tokens, np.full_like(targets, -1), counted=counted) == 0
+        assert not model.arena.grads.numpy().any()
 
 
 def test_recompute_of_one_input_twice():
