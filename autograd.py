@@ -49,17 +49,17 @@ _recording = Switch()
 class Node:
     """One recorded operation: its inputs, the way back, and the gradients of its outputs so far.
 
-    Outputs that are slices of one storage (q, k and v) have gradients that are slices of one
-    storage as well, so that a backward can treat them as the one tensor they came from.
+    `shared` outputs are slices that tile one storage (q, k and v); their gradients are such slices
+    too, so that the backward can treat them as the one tensor they came from.
     """
     # inputs: tensors or None, as record() got them.  layouts: shape, strides, offset per output.
     # grads: per output, None until a consumer has given one.  base: what shared gradients lie in.
     __slots__ = ("number", "inputs", "backward", "layouts", "shared", "base", "lent", "grads")
 
-    def __init__(self, inputs, backward, outs):
+    def __init__(self, inputs, backward, outs, shared):
         self.number, self.inputs, self.backward = next(_numbers), inputs, backward
         self.layouts = [(t.shape, t.strides, t.offset) for t in outs]
-        self.shared = len(outs) > 1 and all(t.storage is outs[0].storage for t in outs)
+        self.shared = shared
         self.base, self.lent, self.grads = None, set(), [None]*len(outs)
 
     def room(self, i):
@@ -155,7 +155,7 @@ def tracked(t):
     return t is not None and (t.requires_grad or t.node is not None)
 
 
-def record(out, inputs, backward, always=False):
+def record(out, inputs, backward, always=False, shared=False):
     """Put `out`, a tensor or a tuple of them, on the tape, if anything asks for a gradient.
 
     What is returned is a new view that knows the node.  The `out` of the row does not, so that the
@@ -164,7 +164,7 @@ def record(out, inputs, backward, always=False):
     if not _recording.on or not (always or any(tracked(t) for t in inputs)):
         return out
     outs = out if isinstance(out, tuple) else (out,)
-    node, fresh = Node(inputs, backward, outs), []
+    node, fresh = Node(inputs, backward, outs, shared), []
     for i, t in enumerate(outs):
         t = t.detach()
         t.node, t.index = node, i
@@ -251,7 +251,8 @@ def recompute(fn, *inputs):
                 t.requires_grad, t.grad = True, before[-1]
         with recording(True):
             again = fn(*fresh)
-        walk(list(zip(again, g)) if isinstance(again, tuple) else [(again, g)])
+        again = again if isinstance(again, tuple) else (again,)
+        walk(list(zip(again, g if len(again) > 1 else (g,))))
         # What was held has been added to in place already
         for t, sink, held in zip(fresh, sinks, before):
             if sink and t.grad is not held:
@@ -265,7 +266,12 @@ def recompute(fn, *inputs):
 
 def lift(value):
     """A Tensor as it is; a number or array as a new f32 one."""
-    return value if isinstance(value, Tensor) else T.tensor(np.asarray(value, np.float32))
+    if isinstance(value, Tensor):
+        return value
+    value = np.asarray(value)
+    if value.dtype.kind not in "biuf":
+        raise TypeError(f"an operand is a tensor, a number or an array of numbers, not {value!r}")
+    return T.tensor(value.astype(np.float32))
 
 
 def unbroadcast(g, shape):
@@ -597,7 +603,7 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
         if sink:
             sink.give(fused.view(qkv.shape))
 
-    return record((q, k, v), (qkv, q_weight, k_weight), backward)
+    return record((q, k, v), (qkv, q_weight, k_weight), backward, shared=True)
 
 
 def attention(q, k, v, flash=True, scale=None):
@@ -665,7 +671,7 @@ def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
     if denominator is None:
         denominator = int((targets.array() >= 0).sum())
     denominator = max(1, denominator)       # a batch without targets has loss 0
-    x2, flat = T.flat2(T.packed(x)), targets.view((targets.size,))
+    x2, flat = T.flat2(T.packed(x)), T.packed(targets).view((targets.size,))
 
     def gradients(weight, sx, sw):
         # The row writes both gradients on the way, so both places must be known before it is called

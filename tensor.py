@@ -129,6 +129,8 @@ def set_threads(n=None):
 
 
 set_threads()
+if hasattr(os, "register_at_fork"):     # a forked child has no team: waiting for it would never end
+    os.register_at_fork(after_in_child=lambda: core.set_threads(1))
 
 
 # ---- 2. Tensor -----------------------------------------------------------------------------------
@@ -935,7 +937,7 @@ def adamw(p, g, m, v, hyper, clip):
     """One step of AdamW (Loshchilov and Hutter, 2019) with torch's arithmetic, in place.
 
     hyper f64 [7]: lr, beta1, beta2, eps, weight decay, 1 - beta1^t, 1 - beta2^t; clip f64 [4] from
-    `grad_clip`: a norm that is not finite leaves everything as it was.  g := 0 as it is read.
+    `grad_clip`: a norm that is not finite leaves p, m and v as they were.  g := 0 as it is read.
     """
     lr, beta1, beta2, eps, decay, bias1, bias2 = hyper.array().tolist()
     norm, factor, finite, _ = clip.array().tolist()
@@ -943,6 +945,8 @@ def adamw(p, g, m, v, hyper, clip):
         core.adamw(p.ptr, g.ptr, m.ptr, v.ptr, p.size, lr, beta1, beta2, eps, decay, bias1, bias2,
                    factor)
         p.storage.version += 1
+    else:
+        fill(g, 0.0)
     return p
 
 

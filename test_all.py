@@ -1139,6 +1139,89 @@ def test_nothing_to_learn():
         assert not model.arena.grads.numpy().any()
 
 
+ALIASES = {
+    "twice": lambda y: (y, y), "overlapping": lambda y: (y[:3], y[1:]),
+    "reshaped": lambda y: (y, y.reshape(12)), "reversed": lambda y: (y[::-1], y),
+    "gaps": lambda y: (y[1:2], y[3:]), "one": lambda y: (y,)}
+
+
+@pytest.mark.parametrize("cut", ALIASES.values(), ids=ALIASES)
+def test_recompute_of_several_outputs(cut):
+    """Outputs that share memory, in any way, have gradients of their own."""
+    grads = []
+    for run in (lambda f, x: f(x), ag.recompute):
+        x = leaf(4, 3)
+        outs = run(lambda x: cut(ag.silu(x)), x)
+        total = ag.sum(x)
+        for i, out in enumerate(outs):
+            total = total + ag.sum(out*(out + 10.0**i))
+        total.backward()
+        grads.append(x.grad.numpy())
+    assert_close(*grads)
+
+
+def test_strided_tokens_and_targets():
+    """Windows cut from one tensor train like arrays."""
+    model = build()
+    window = np.random.default_rng(0).integers(0, model.config.vocab_size, (4, 9))
+    losses = [model.loss(w[:, :-1], w[:, 1:]).item() for w in (window, own(window))]
+    assert losses[0] == losses[1]
+
+
+def test_after_a_gradient_that_is_not_finite():
+    """A skipped update clears the gradients, so that the next one is as if it had not been."""
+    model = build()
+    step = xtrain.Step(model, xtrain.AdamW(model))
+    step.micro(*batch_of(model.config))
+    model.arena.grads.array()[0] = np.nan
+    assert np.isnan(step.update(1e-3)[1]) and not model.arena.grads.numpy().any()
+    step.micro(*batch_of(model.config))
+    assert np.isfinite(step.update(1e-3)[1]) and step.optimizer.steps == 1
+
+
+def test_saved_over_shards(tmp_path):
+    """What is saved last is what is loaded, also where an index of older shards remains."""
+    model = build()
+    xtrain.save_pretrained(model, str(tmp_path))
+    os.rename(tmp_path/"model.safetensors", tmp_path/"old.safetensors")
+    index = {"weight_map": dict.fromkeys(model.parameters(), "old.safetensors")}
+    (tmp_path/"model.safetensors.index.json").write_text(json.dumps(index))
+    norm = xtrain.load_pretrained(str(tmp_path)).parameters()["model.norm.weight"]
+    assert (norm.numpy() == 1).all()
+    model.parameters()["model.norm.weight"].set_(norm.numpy()*5)
+    xtrain.save_pretrained(model, str(tmp_path))
+    norm = xtrain.load_pretrained(str(tmp_path)).parameters()["model.norm.weight"]
+    assert (norm.numpy() == 5).all()
+
+
+def test_step_numbers_its_sequences():
+    """Left to itself, Step draws other dropout masks in every step."""
+    model = build(dropout=0.5)
+    step = xtrain.Step(model, xtrain.AdamW(model))
+    losses = [(step.micro(*batch_of(model.config)), step.update(0.0))[0] for _ in range(3)]
+    assert len(set(losses)) == 3
+
+
+def test_numpy_sizes(tmp_path):
+    """Sizes that are NumPy's numbers are taken as Python's: no overflow, and they can be saved."""
+    model = build(layers=np.int64(2), vocab_size=np.int16(37), norm_eps=np.float32(1e-6))
+    xtrain.save_pretrained(model, str(tmp_path))
+    assert xtrain.load_pretrained(str(tmp_path)).config.layers == 2
+
+
+def test_rates_that_are_none():
+    """A learning rate or a clip that is no number is refused before it reaches a weight."""
+    model = build()
+    for lr in (np.nan, np.inf):
+        with pytest.raises(ValueError, match="lr"):
+            xtrain.AdamW(model).step(lr)
+    for clip in (0.0, -1.0, np.nan):
+        with pytest.raises(ValueError, match="grad_clip"):
+            xtrain.AdamW(model, grad_clip=clip)
+    with pytest.raises(TypeError, match="operand"):
+        leaf(3) + None
+
+
 def test_recompute_of_one_input_twice():
     """A function of (x, x) gives x both its gradients, recomputed or not."""
     grads = []
@@ -1625,6 +1708,7 @@ def test_bf16_files(tmp_path):
 UNSUPPORTED = [dict(hidden_act="gelu"), dict(attention_bias=True), dict(model_type="gpt2"),
                dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)),
                dict(rope_scaling=dict(type="linear", factor=2.0), rope_parameters=None),
+               dict(rope_scaling=dict(rope_type="yarn", factor=4.0)),
                dict(use_sliding_window=True), dict(hidden_size=None)]
 
 

@@ -68,6 +68,8 @@ class Config:
             raise ValueError(f"head_dim={self.head_dim} must be even (RoPE) and at most 256")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+        for name in ("dropout", "rope_theta", "norm_eps"):
+            setattr(self, name, float(getattr(self, name)))
         if not (self.rope_theta > 0 and self.norm_eps > 0):
             raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be "
                              "positive")
@@ -76,6 +78,7 @@ class Config:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive whole number")
+        setattr(self, name, int(value))     # NumPy's integers overflow, and JSON takes none
 
     def flops_per_token(self, seq):
         """FLOPs of forward + backward: 6 (weights of all products) + 6 layers heads head_dim seq.
@@ -343,6 +346,8 @@ class AdamW:
         self.arena, self.lr, self.betas = model.arena, lr, betas
         self.eps, self.weight_decay = eps, weight_decay
         self.grad_clip = math.inf if grad_clip is None else grad_clip
+        if not self.grad_clip > 0:
+            raise ValueError(f"grad_clip={grad_clip} must be positive")
         self.m, self.v = (T.zeros(self.arena.weights.shape, device=model.device) for _ in range(2))
         self.clip, self.steps = T.zeros((4,), "f64", model.device), 0
 
@@ -355,6 +360,8 @@ class AdamW:
         """Update the weights, clear the gradients, return the gradient norm (before clipping)."""
         arena, t, (beta1, beta2) = self.arena, self.steps + 1, self.betas
         lr = self.lr if lr is None else lr
+        if not math.isfinite(lr):
+            raise ValueError(f"lr={lr} is not finite")
         T.grad_clip(T.sumsq(arena.grads), self.grad_clip, self.clip)
         for start, end, decay in ((0, arena.decayed, self.weight_decay),
                                   (arena.decayed, arena.weights.size, 0.0)):
@@ -411,13 +418,17 @@ class Step:
 
     def __init__(self, model, optimizer, comm=None):
         self.model, self.optimizer, self.comm, self.loss = model, optimizer, comm, 0.0
+        self.sequences = 0              # trained on so far: numbers the next one
 
-    def micro(self, tokens, targets, order=None, first_sequence=0, counted=None):
-        """Forward and backward of one micro-batch, ints [batch, seq].
+    def micro(self, tokens, targets, order=None, first_sequence=None, counted=None):
+        """Forward and backward of one micro-batch, ints [batch, seq]; returns its part of the loss.
 
         counted: targets >= 0 in the whole global batch (all micro-steps, all ranks), known before
-        the step; by default this micro-batch is all of it.  Returns its part of the loss.
+        the step; by default this micro-batch is all of it.  first_sequence: number of row 0 in the
+        whole run, which dropout depends on; by default the one after the last.
         """
+        first_sequence = self.sequences if first_sequence is None else first_sequence
+        self.sequences = first_sequence + len(tokens)
         loss = self.model.loss(tokens, targets, order, first_sequence, counted, now=True)
         loss.backward()
         part = loss.item()
@@ -461,8 +472,9 @@ SUPPORTED = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (F
 
 def config_from_json(j, path="config.json"):
     """A Config from config.json's dict; ValueError names the field that xtrain cannot do."""
-    rope = j.get("rope_parameters") or j.get("rope_scaling") or {}
-    found = {"rope_type": rope.get("rope_type", rope.get("type"))} | j
+    rope, scaling = j.get("rope_parameters") or {}, j.get("rope_scaling") or {}
+    kinds = [d.get("rope_type", d.get("type")) for d in (scaling, rope)]
+    found = {"rope_type": next((k for k in kinds if k not in (None, "default")), None)} | j
     if j.get("model_type") not in ("qwen3", "llama"):
         raise ValueError(f"{path}: model_type {j.get('model_type')!r} is not 'qwen3' or 'llama'")
     for field, good in SUPPORTED.items():
@@ -484,9 +496,9 @@ def config_from_json(j, path="config.json"):
 def save_pretrained(model, folder):
     """Write config.json and model.safetensors (fp32), which transformers' from_pretrained opens."""
     os.makedirs(folder, exist_ok=True)
+    text = json.dumps(config_json(model.config), indent=2) + "\n"
     with open(os.path.join(folder, "config.json"), "w") as f:
-        json.dump(config_json(model.config), f, indent=2)
-        f.write("\n")
+        f.write(text)
     # A single metadata key: with more, the writer orders them at random and equal states differ as
     # files
     arrays = {name: p.numpy() for name, p in model.parameters().items()}
@@ -494,9 +506,9 @@ def save_pretrained(model, folder):
 
 
 def weight_files(folder):
-    """The safetensors files of a Hugging Face folder: one, or those that its index names."""
+    """The safetensors files of a folder: model.safetensors if it is there, else its index's."""
     index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.exists(index):
+    if os.path.exists(index) and not os.path.exists(os.path.join(folder, "model.safetensors")):
         with open(index) as f:
             names = sorted(set(json.load(f)["weight_map"].values()))
         return [os.path.join(folder, name) for name in names]
