@@ -653,7 +653,7 @@ cdef void unary_backward_part(int kind, const float* x, const float* dy, float* 
 
 
 def unary(int kind, size_t x, size_t y, idx n):
-    """y = f(x) for f one of SILU, GELU (the tanh form of GPT-2), EXP; y may be x."""
+    """y = f(x) for f one of the kinds, such as SILU or GELU (the tanh form); y may be x."""
     cdef idx t
     for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
         unary_part(kind, <const float*>x + t*PART, <float*>y + t*PART, extent(t, n))

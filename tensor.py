@@ -460,6 +460,7 @@ def fill(out, value):
 
 
 def activation(kind, x):
+    """f(x) elementwise, f being a kind of the core's unary functions."""
     x = packed(x)
     out = empty(x.shape, "f32", x.device)
     core.unary(kind, x.ptr, out.ptr, x.size)
@@ -467,6 +468,7 @@ def activation(kind, x):
 
 
 def activation_backward(kind, dy, x):
+    """dy * f'(x) elementwise."""
     dy, x = packed(dy), packed(x)
     dx = empty(x.shape, "f32", x.device)
     core.unary_backward(kind, x.ptr, dy.ptr, dx.ptr, x.size)
