@@ -30,6 +30,11 @@ from tensor import Dropout, Tensor
 
 # ---- 1. Config and presets -----------------------------------------------------------------------
 
+class Refused(ValueError):
+    """Input that cannot be used.  Its text is the one line that the user reads: what is wrong,
+    where, and what to do."""
+
+
 @dataclasses.dataclass
 class Config:
     """The sizes and switches of a decoder.  The defaults are a model that suits a laptop."""
