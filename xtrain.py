@@ -22,7 +22,7 @@ import os
 import typing
 
 import numpy as np
-import safetensors.numpy
+import safetensors
 
 import autograd as A
 import tensor as T
@@ -212,6 +212,40 @@ class Arena:
 
 # ---- 3. Decoder ----------------------------------------------------------------------------------
 
+class Cache:
+    """Keys and values of the positions so far, in one tensor made once: what generating reads.
+
+    kv f32 [layers, 2, batch, kv_heads, room, head_dim]; a head's keys are one run of memory, which
+    attention reads by stride.  `length` of `room` positions are filled.
+    """
+
+    def __init__(self, config, batch, room, device="cpu"):
+        c = config
+        self.kv = T.empty((c.layers, 2, batch, c.kv_heads, room, c.head_dim), device=device)
+        self.batch, self.room, self.length = batch, room, 0
+
+    def slots(self, layer, which, batch, start, end):
+        """Positions start to end of k (which 0) or v (1): a view [batch, end - start, heads, dim].
+        """
+        _, _, rows, heads, positions, dim = self.kv.strides
+        shape = (batch, end - start, self.kv.shape[3], self.kv.shape[5])
+        offset = layer*self.kv.strides[0] + which*self.kv.strides[1] + start*positions
+        return self.kv.view(shape, (rows, positions, heads, dim), offset)
+
+    def join(self, layer, k, v):
+        """Put k, v [batch or 1, n, kv_heads, head_dim] behind layer's; views of all so far.
+
+        A batch of 1 is written to every row: samples that share a prompt compute it once.
+        """
+        seen = []
+        for which, t in enumerate((k, v)):
+            end = self.length + t.shape[1]
+            into = self.slots(layer, which, self.batch, self.length, end)
+            T.copy(T.expand(t, into.shape, "cache"), into)
+            seen.append(self.slots(layer, which, t.shape[0], 0, end))
+        return seen
+
+
 class Decoder:
     """A decoder-only transformer in Qwen3's form (Llama's without qk_norm).
 
@@ -265,26 +299,30 @@ class Decoder:
         """All gradients := 0."""
         T.fill(self.arena.grads, 0.0)
 
-    def rope(self, seq):
-        """cos and sin [seq, head_dim/2]; the tables grow by doubling and are kept."""
-        if self.tables is None or self.tables[0].shape[0] < seq:
-            length = 1 << (seq - 1).bit_length()
+    def rope(self, seq, start=0):
+        """cos and sin [seq, head_dim/2] of positions from start on; the tables grow by doubling.
+        """
+        end = start + seq
+        if self.tables is None or self.tables[0].shape[0] < end:
+            length = 1 << (end - 1).bit_length()
             c = self.config
             self.tables = T.cos_sin(length, c.head_dim, c.rope_theta, device=self.device)
-        return [t.view((seq, t.shape[1])) for t in self.tables]
+        return [t.view((seq, t.shape[1]), offset=start*t.shape[1]) for t in self.tables]
 
-    def block(self, i, first_sequence):
+    def block(self, i, first_sequence, cache=None):
         """Layer i as a function of the residual stream alone: what recompute runs again."""
         c, w = self.config, self.arena.physical
-        cos_sin, dropout = self.rope, c.dropout if self.training else 0.0
+        start = 0 if cache is None else cache.length
+        dropout = c.dropout if self.training and cache is None else 0.0
 
         def run(x):
             B, S, _ = x.shape
             site = lambda place: Dropout(dropout, self.seed, first_sequence, 4*i + place)
             y = A.add_rmsnorm(x, None, w[f"{i}.norm1"], c.norm_eps)
             qkv = A.linear(y, w[f"{i}.qkv"])
-            q, k, v = A.qk_norm_rope(qkv, *cos_sin(S), c.heads, c.kv_heads, w.get(f"{i}.q_norm"),
-                                     w.get(f"{i}.k_norm"), c.norm_eps)
+            q, k, v = A.qk_norm_rope(qkv, *self.rope(S, start), c.heads, c.kv_heads,
+                                     w.get(f"{i}.q_norm"), w.get(f"{i}.k_norm"), c.norm_eps)
+            k, v = (k, v) if cache is None else cache.join(i, k, v)
             a = A.attention(q, k, v, c.flash).reshape(B, S, c.heads*c.head_dim)
             x = A.linear(a, w[f"{i}.o"], residual=x, dropout=site(0))
             y = A.add_rmsnorm(x, None, w[f"{i}.norm2"], c.norm_eps)
@@ -293,12 +331,15 @@ class Decoder:
 
         return run
 
-    def hidden(self, tokens, order=None, first_sequence=0):
-        """The normed residual stream [batch, seq, dim] after the last block."""
+    def hidden(self, tokens, order=None, first_sequence=0, cache=None):
+        """The normed residual stream [batch, seq, dim] after the last block.
+
+        With a cache the tokens come after those that it holds (under no_grad: it has no gradient).
+        """
         w = self.arena.physical
         x = A.embed(tokens, w["embed"], order)
         for i in range(self.config.layers):
-            run = self.block(i, first_sequence)
+            run = self.block(i, first_sequence, cache)
             x = A.recompute(run, x) if self.config.recompute else run(x)
         return A.add_rmsnorm(x, None, w["norm"], self.config.norm_eps)
 
@@ -310,6 +351,28 @@ class Decoder:
         """Logits [batch, seq, vocab_size] of tokens [batch, seq]."""
         tokens = self.ids("tokens", tokens)
         return A.linear(self.hidden(tokens), self.head())[..., :self.config.vocab_size]
+
+    def cache(self, batch, length):
+        """A Cache for `batch` sequences of at most `length` tokens; give it to `decode`."""
+        return Cache(self.config, batch, length, self.device)
+
+    def decode(self, tokens, cache):
+        """Logits [batch, vocab_size] after the last of tokens [batch, n], which follow the cached.
+
+        A batch of 1 fills every row of the cache.  No dropout, nothing is recorded.  ValueError if
+        the cache is full or of another batch.  Past max_seq RoPE simply goes on.
+        """
+        tokens = self.ids("tokens", tokens)
+        batch, n = tokens.shape
+        if batch not in (1, cache.batch):
+            raise ValueError(f"decode: {batch} sequences, but the cache holds {cache.batch}")
+        if cache.length + n > cache.room:
+            raise ValueError(f"decode: the cache has room for {cache.room} tokens, "
+                             f"{cache.length} + {n} do not fit")
+        with A.no_grad():
+            last = self.hidden(tokens, cache=cache)[:, -1]
+            cache.length += n
+            return A.linear(last, self.head())[..., :self.config.vocab_size]
 
     def loss(self, tokens, targets, order=None, first_sequence=0, denominator=None, now=False):
         """Mean cross-entropy over counted targets, a 0-d tensor: call backward() on it.
@@ -498,16 +561,27 @@ def config_from_json(j, path="config.json"):
         max_seq=j.get("max_position_embeddings", 1024))
 
 
-def save_pretrained(model, folder):
-    """Write config.json and model.safetensors (fp32), which transformers' from_pretrained opens."""
+# A dtype in the words of config.json and of safetensors.
+FILE_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+
+
+def save_pretrained(model, folder, dtype="f32"):
+    """Write config.json and model.safetensors, which transformers' from_pretrained opens.
+
+    dtype: "f32" keeps every bit, "bf16" rounds to nearest even.  ValueError for others.
+    """
+    if dtype not in FILE_DTYPES:
+        raise ValueError(f"save_pretrained: dtype {dtype!r} is not one of {', '.join(FILE_DTYPES)}")
     os.makedirs(folder, exist_ok=True)
-    text = json.dumps(config_json(model.config), indent=2) + "\n"
+    text = json.dumps(config_json(model.config, FILE_DTYPES[dtype]), indent=2) + "\n"
     with open(os.path.join(folder, "config.json"), "w") as f:
         f.write(text)
-    # A single metadata key: with more, the writer orders them at random and equal states differ as
-    # files
-    arrays = {name: p.numpy() for name, p in model.parameters().items()}
-    safetensors.numpy.save_file(arrays, os.path.join(folder, "model.safetensors"), {"format": "pt"})
+    # Through serialize_file, since safetensors' NumPy writer knows no bf16.  A single metadata key:
+    # with more, the writer orders them at random and equal states differ as files
+    entries = {name: {"dtype": FILE_DTYPES[dtype], "shape": list(p.shape),
+                      "data": T.packed(T.cast(p, dtype)).array().tobytes()}
+               for name, p in model.parameters().items()}
+    safetensors.serialize_file(entries, os.path.join(folder, "model.safetensors"), {"format": "pt"})
 
 
 def weight_files(folder):
