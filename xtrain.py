@@ -576,12 +576,27 @@ def save_pretrained(model, folder, dtype="f32"):
     text = json.dumps(config_json(model.config, FILE_DTYPES[dtype]), indent=2) + "\n"
     with open(os.path.join(folder, "config.json"), "w") as f:
         f.write(text)
-    # Through serialize_file, since safetensors' NumPy writer knows no bf16.  A single metadata key:
-    # with more, the writer orders them at random and equal states differ as files
-    entries = {name: {"dtype": FILE_DTYPES[dtype], "shape": list(p.shape),
-                      "data": T.packed(T.cast(p, dtype)).array().tobytes()}
-               for name, p in model.parameters().items()}
-    safetensors.serialize_file(entries, os.path.join(folder, "model.safetensors"), {"format": "pt"})
+    write_safetensors(os.path.join(folder, "model.safetensors"),
+                      {name: T.cast(p, dtype) for name, p in model.parameters().items()})
+
+
+def write_safetensors(path, tensors):
+    """Write {name: f32 or bf16 Tensor}: the header's length, the header as JSON, then all bytes.
+
+    By hand, since safetensors' NumPy writer knows no bf16.  Metadata is the single key that
+    transformers asks for, and names are sorted: equal states are equal files.
+    """
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, t in sorted(tensors.items()):
+        end = at + t.size*T.DTYPES[t.dtype].itemsize
+        header[name] = {"dtype": t.dtype.upper(), "shape": t.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" "*(-len(text) % 8)               # tensors start at a multiple of 8 bytes
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for _, t in sorted(tensors.items()):
+            f.write(T.packed(t).array().data.cast("B"))
 
 
 def weight_files(folder):
