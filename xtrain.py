@@ -8,6 +8,7 @@ How it reads, top to bottom:
 4. Optimizer            AdamW over the arena, learning-rate schedule
 5. Step                 the one way to train: micro-steps, then an update
 6. Files                config.json + model.safetensors, as transformers reads and writes them
+9. Generation           sampling with a cache of keys and values
 
     model = xtrain.Decoder(xtrain.Config(dim=64, layers=2, heads=4, kv_heads=2, vocab_size=211))
     step = xtrain.Step(model, xtrain.AdamW(model, lr=3e-4))
@@ -657,3 +658,79 @@ def load_pretrained(folder, device="cpu", dtype="f32"):
     if waiting:
         raise ValueError(f"{folder}: {len(waiting)} tensors missing, first {next(iter(waiting))}")
     return model.eval()
+
+
+# ---- 9. Generation -------------------------------------------------------------------------------
+
+PREFILL = 512                       # tokens of a prompt at a time: bounds the activations' memory
+
+
+def choose(logits, u, temperature, top_k=None, top_p=1.0):
+    """One id of logits [vocab], by u, a number uniform in [0, 1); temperature 0 is the argmax.
+
+    Softmax of logits/temperature; of that the top_k likeliest ids (all that tie with the last);
+    of those, renormalised, the fewest whose probabilities reach top_p (nucleus sampling; Holtzman
+    et al., 2020), at least one.  The order is transformers'.  In float64, on the host.
+    """
+    top = logits.max()
+    if not math.isfinite(top):
+        raise Refused("the model's logits are not finite: its weights are damaged or its training "
+                      "diverged; take an earlier checkpoint")
+    if temperature == 0:
+        return int(logits.argmax())
+    with np.errstate(over="ignore"):            # a tiny temperature: -inf is what it means
+        x = (logits.astype(np.float64) - top)/temperature
+    if top_k is not None and top_k < x.size:
+        x[x < np.partition(x, -top_k)[-top_k]] = -np.inf
+    p = np.exp(x)
+    p /= p.sum()
+    if top_p < 1:
+        order = np.argsort(-p, kind="stable")
+        before = np.cumsum(p[order]) - p[order]     # what the likelier ids reach without this one
+        p[order[before >= top_p]] = 0
+    total = np.cumsum(p)
+    # The first id whose cumulative probability exceeds u; rounding must not lead past the last one
+    at = min(u*total[-1], np.nextafter(total[-1], 0))
+    return int(np.searchsorted(total, at, side="right"))
+
+
+def uniforms(seed, index):
+    """Endless numbers in [0, 1), 53 bits each: the stream of sample `index` (Philox4x64)."""
+    words = np.random.Philox(key=np.array([seed, index], np.uint64))
+    while True:
+        yield (words.random_raw() >> 11)*2.0**-53
+
+
+def generate_batch(model, ids, max_new, temperature=1.0, top_k=None, top_p=1.0, seed=0,
+                   indices=(0,), stop=None):
+    """Continue the prompt `ids` once for each of `indices`, all together; see `choose`.
+
+    Yields lists, at most max_new: the next id of each sample, or None where one has ended.  A
+    sample ends before the id `stop`, which is not part of it.  Sample i depends on seed and i
+    alone, not on what else is computed along with it.
+    """
+    if not len(ids):
+        raise Refused("generate: the prompt is empty: start from end of text")
+    cache, going = model.cache(len(indices), len(ids) + max_new), [True]*len(indices)
+    streams = [uniforms(seed, i) for i in indices]
+    for start in range(0, len(ids), PREFILL):
+        logits = model.decode([ids[start:start + PREFILL]], cache)
+    logits = np.repeat(logits.numpy(), len(indices), 0)
+    for n in range(max_new):
+        new = [choose(row, next(u), temperature, top_k, top_p) for row, u in zip(logits, streams)]
+        going = [on and i != stop for on, i in zip(going, new)]
+        if not any(going):
+            return
+        yield [i if on else None for on, i in zip(going, new)]
+        if n + 1 < max_new:     # rows that have ended are computed on and not looked at
+            logits = model.decode(np.array(new)[:, None], cache).numpy()
+
+
+def generate(model, ids, max_new, temperature=1.0, top_k=None, top_p=1.0, seed=0, index=0,
+             stop=None):
+    """Yield at most max_new ids that continue the prompt `ids`: sample `index` of `seed`.
+
+        for i in generate(model, tokenizer.encode("Once"), 100, stop=tokenizer.eot): ...
+    """
+    for new in generate_batch(model, ids, max_new, temperature, top_k, top_p, seed, (index,), stop):
+        yield new[0]
