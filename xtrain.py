@@ -8,6 +8,7 @@ How it reads, top to bottom:
 4. Optimizer            AdamW over the arena, learning-rate schedule
 5. Step                 the one way to train: micro-steps, then an update
 6. Files                config.json + model.safetensors, as transformers reads and writes them
+10. Command lines       what train.py and sample.py share: settings as flags, exit codes
 
     model = xtrain.Decoder(xtrain.Config(dim=64, layers=2, heads=4, kv_heads=2, vocab_size=211))
     step = xtrain.Step(model, xtrain.AdamW(model, lr=3e-4))
@@ -15,14 +16,24 @@ How it reads, top to bottom:
     loss, grad_norm = step.update(lr=3e-4)  # one optimizer step; clears them
     xtrain.save_pretrained(model, "folder")
 """
+import argparse
 import dataclasses
+import difflib
+import errno
 import json
 import math
 import os
+import re
+import sys
 import typing
 
 import numpy as np
 import safetensors.numpy
+
+try:
+    import tomllib
+except ImportError:             # Python 3.10
+    import tomli as tomllib
 
 import autograd as A
 import tensor as T
@@ -568,3 +579,188 @@ def load_pretrained(folder, device="cpu", dtype="f32"):
     if waiting:
         raise ValueError(f"{folder}: {len(waiting)} tensors missing, first {next(iter(waiting))}")
     return model.eval()
+
+
+# ---- 10. Command lines ---------------------------------------------------------------------------
+# What train.py and sample.py share: a dataclass of settings is the command line, bad input is one
+# line on stderr, and an exit code says how it ended.
+
+def setting(default, text, unit="", group="", **limits):
+    """A field of a dataclass of settings.
+
+    text is the help, unit what the number counts.  limits: choices (a tuple), least, most (both
+    allowed), above, below (both not).  The annotation is int, float, str or bool; a bool is the
+    pair --name and --no-name.
+    """
+    about = {"help": text, "unit": unit, "group": group, **limits}
+    return dataclasses.field(default=default, metadata=about)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that refuses in xtrain's way: one line, the nearest flag named."""
+
+    def error(self, message):
+        raise Refused(f"{message} (--help lists all flags)")
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def whole_or_finite(kind):
+    """A converter for argparse: int, or a float that is neither nan nor infinite."""
+    def convert(text):
+        value = kind(text)
+        if not math.isfinite(value):
+            raise ValueError
+        return value
+    convert.__name__ = {int: "whole number", float: "finite number"}[kind]
+    return convert
+
+
+def parser_of(settings, program, description, epilog=""):
+    """The Parser of a dataclass of settings: one flag a field, grouped, defaults in the help."""
+    parser = Parser(program, description=description, epilog=epilog, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    groups = {}
+    for f in dataclasses.fields(settings):
+        about = f.metadata
+        group = groups.setdefault(about["group"], None) or parser.add_argument_group(about["group"])
+        groups[about["group"]] = group
+        text = about["help"] + ("" if f.default is None else f" (default {f.default})")
+        if about["unit"]:
+            text = f"{about['unit']}: {text}"
+        # SUPPRESS: the namespace then holds what was given and nothing else, so that presets, files
+        # and the settings of a resumed run can come in between
+        more = {"dest": f.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        if f.type is bool:
+            group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, **more)
+        elif "choices" in about:
+            group.add_argument(flag(f.name), choices=about["choices"], **more)
+        else:
+            kind = f.type if f.type is str else whole_or_finite(f.type)
+            group.add_argument(flag(f.name), type=kind, metavar=f.type.__name__.upper(), **more)
+    return parser
+
+
+def parse(settings, parser, argv, source=""):
+    """{field: value} of the flags that argv gives, each checked; Refused names what is wrong.
+
+    source says where the flags come from if not from the command line.
+    """
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except Refused as e:
+        raise Refused(f"{source}{e}") from None
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings]
+        name = unknown[0].split("=")[0]
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
+        raise Refused(f"{source}unknown flag {unknown[0]}: {hint}" if name.startswith("-") else
+                      f"{source}{unknown[0]!r} belongs to no flag: {hint}")
+    fields = {f.name: f for f in dataclasses.fields(settings)}
+    for name, value in vars(given).items():
+        check_limits(source + flag(name), value, fields[name].metadata)
+    return vars(given)
+
+
+def check_limits(name, value, about):
+    """Refused unless the value lies within the limits of its setting."""
+    for word, good, sign in (("least", lambda a: value >= a, ">="), ("above", lambda a: value > a, ">"),
+                             ("most", lambda a: value <= a, "<="), ("below", lambda a: value < a, "<")):
+        if about.get(word) is not None and not good(about[word]):
+            limits = [f"{s} {about[w]}" for w, s in (("least", ">="), ("above", ">"), ("most", "<="),
+                                                      ("below", "<")) if about.get(w) is not None]
+            raise Refused(f"{name} {value}: must be {' and '.join(limits)}")
+
+
+def toml_flags(path):
+    """The settings of a TOML file as flags, so that one parser checks both: ["--lr", "0.001", …]."""
+    try:
+        with open(path, "rb") as f:
+            values = tomllib.load(f)
+    except OSError as e:
+        raise Refused(f"--config {path}: {e.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise Refused(f"--config {path}: not TOML ({e})") from None
+    flags = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            flags.append(flag(name if value else f"no_{name}"))
+        elif isinstance(value, (int, float, str)):
+            flags.append(f"{flag(name)}={value}")       # with =, so that -1 is a value, not a flag
+        else:
+            raise Refused(f"--config {path}: {name} must be a number, a string or true/false")
+    return flags
+
+
+def checkpoints(folder):
+    """{step: path} of the complete checkpoints of a run folder, in rising order.
+
+    A folder gets its name when it is complete (it is written under one that starts with a dot), so
+    the name is the proof.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return {}
+    found = {int(m[1]): os.path.join(folder, m[0])
+             for m in (re.fullmatch(r"step-(\d{8,})", name) for name in names) if m}
+    return dict(sorted(found.items()))
+
+
+def find_model(path=None, runs="runs"):
+    """The folder with config.json that a path means: itself, or the newest checkpoint of a run.
+
+    Without a path, the run under `runs` that was written to last.  Refused says what was looked for.
+    """
+    if path is None:
+        found = [os.path.join(runs, name) for name in (os.listdir(runs) if os.path.isdir(runs) else ())]
+        newest = max((p for run in found for p in checkpoints(run).values()), key=os.path.getmtime,
+                     default=None)
+        if newest is None:
+            raise Refused(f"no checkpoint under {runs}/: train one with 'python train.py', or name a "
+                          "folder with --model")
+        return newest
+    if os.path.exists(os.path.join(path, "config.json")):
+        return path
+    if steps := checkpoints(path):
+        return list(steps.values())[-1]
+    if not os.path.isdir(path):
+        raise Refused(f"{path}: no such folder" if not os.path.exists(path) else
+                      f"{path}: is a file, wants a run, a checkpoint or a Hugging Face folder")
+    raise Refused(f"{path}: holds neither a checkpoint (step-00000001, …) nor a config.json")
+
+
+def exit_code(main, argv):
+    """Run main(argv) and turn how it ended into an exit code, with one line on stderr.
+
+    0 fine (or what main returns); 2 bad input; 4 out of memory or disk; 130 interrupted.
+    """
+    if hasattr(sys.stdout, "reconfigure"):      # a terminal without UTF-8 gets ?, not a traceback
+        sys.stdout.reconfigure(errors="replace")
+        sys.stderr.reconfigure(errors="replace")
+    try:
+        return main(argv) or 0
+    except Refused as e:
+        return complain(e, 2)
+    except KeyboardInterrupt:
+        return complain("interrupted", 130)
+    except MemoryError as e:
+        return complain(f"out of memory{f' ({e})' if str(e) else ''}: a smaller --batch, --seq or "
+                        "model, or --recompute, needs less", 4)
+    except BrokenPipeError:                     # the reader of a pipe has gone (| head): no fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as e:
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+        where = f"{e.filename}: " if e.filename else ""
+        return complain(f"{where}{e.strerror}" + (": free some space" if full else ""),
+                        4 if full else 2)
+
+
+def complain(message, code):
+    """One line on stderr; returns the exit code."""
+    print("xtrain: error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+    return code
