@@ -828,7 +828,7 @@ def check_limits(name, value, about):
 
 
 def toml_flags(path):
-    """The settings of a TOML file as flags, so that one parser checks both: ["--lr", "0.001", …]."""
+    """The settings of a TOML file as flags, so that one parser checks both."""
     try:
         with open(path, "rb") as f:
             values = tomllib.load(f)
@@ -865,7 +865,7 @@ def checkpoints(folder):
 def find_model(path=None, runs="runs"):
     """The folder with config.json that a path means: itself, or the newest checkpoint of a run.
 
-    Without a path, the run under `runs` that was written to last.  Refused says what was looked for.
+    Without a path, the newest checkpoint under `runs`.  Refused says what was looked for.
     """
     if path is None:
         names = os.listdir(runs) if os.path.isdir(runs) else ()
