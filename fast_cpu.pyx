@@ -159,6 +159,35 @@ def empty_region(idx repeats):
             seen[threadid() % 64] = 1       # something, so that the region is not compiled away
 
 
+cdef float chains(idx repeats) noexcept nogil:
+    """12 independent chains of `repeats` vector multiply-adds; returns something that needs them.
+
+    Two units of latency 4 need 8 chains to stay busy; 12 and two constants fit in 16 registers.
+    """
+    cdef vf acc[12]
+    cdef vf half = VZERO + <float>0.5, one = VZERO + <float>1.0, total = VZERO
+    cdef idx i, j
+    for j in range(12):
+        acc[j] = VZERO
+    for i in range(repeats):
+        for j in range(12):
+            acc[j] = acc[j]*half + one          # tends to 2: never a denormal, never infinite
+    for j in range(12):
+        total = total + acc[j]
+    return (<float*>&total)[0]
+
+
+def multiply_adds(idx repeats):
+    """Run `repeats` rounds of multiply-adds that touch no memory on every thread; returns FLOPs.
+
+    Over the seconds it took, that is the peak that the speed of a step is compared with.
+    """
+    cdef float seen[64]
+    with nogil, parallel(num_threads=THREADS):
+        seen[threadid() % 64] = chains(repeats)
+    return 2*12*VL*repeats*THREADS
+
+
 cdef inline idx least(idx a, idx b) noexcept nogil:
     """The smaller of two sizes."""
     return a if a < b else b

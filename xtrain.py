@@ -9,6 +9,8 @@ How it reads, top to bottom:
 5. Step                 the one way to train: micro-steps, then an update
 6. Files                config.json + model.safetensors, as transformers reads and writes them
 9. Generation           sampling with a cache of keys and values
+10. Checkpoints          a Hugging Face folder and the optimizer's state, whole or not there at all
+11. Command lines       what train.py and sample.py share: settings as flags, exit codes
 
     model = xtrain.Decoder(xtrain.Config(dim=64, layers=2, heads=4, kv_heads=2, vocab_size=211))
     step = xtrain.Step(model, xtrain.AdamW(model, lr=3e-4))
@@ -16,14 +18,27 @@ How it reads, top to bottom:
     loss, grad_norm = step.update(lr=3e-4)  # one optimizer step; clears them
     xtrain.save_pretrained(model, "folder")
 """
+import argparse
 import dataclasses
+import difflib
+import errno
+import hashlib
 import json
 import math
+import operator
 import os
+import re
+import shutil
+import sys
 import typing
 
 import numpy as np
 import safetensors
+
+try:
+    import tomllib
+except ImportError:             # Python 3.10
+    import tomli as tomllib
 
 import autograd as A
 import tensor as T
@@ -61,29 +76,29 @@ class Config:
         self.kv_heads = self.heads if self.kv_heads is None else self.kv_heads
         self.positive("kv_heads")
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+            raise Refused(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.head_dim is None:
             if self.dim % self.heads:
-                raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}: "
+                raise Refused(f"dim={self.dim} is not a multiple of heads={self.heads}: "
                                  "give head_dim")
             self.head_dim = self.dim//self.heads
         self.ffn = round_up(8*self.dim//3) if self.ffn is None else self.ffn
         self.positive("head_dim")
         self.positive("ffn")
         if self.head_dim % 2 or self.head_dim > 256:
-            raise ValueError(f"head_dim={self.head_dim} must be even (RoPE) and at most 256")
+            raise Refused(f"head_dim={self.head_dim} must be even (RoPE) and at most 256")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+            raise Refused(f"dropout={self.dropout} must lie in [0, 1)")
         for name in ("dropout", "rope_theta", "norm_eps"):
             setattr(self, name, float(getattr(self, name)))
         if not (self.rope_theta > 0 and self.norm_eps > 0):
-            raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be "
+            raise Refused(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be "
                              "positive")
 
     def positive(self, name):
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive whole number")
+            raise Refused(f"{name}={value!r} must be a positive whole number")
         setattr(self, name, int(value))     # NumPy's integers overflow, and JSON takes none
 
     def flops_per_token(self, seq):
@@ -539,21 +554,21 @@ SUPPORTED = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (F
              "use_sliding_window": (False,), "rope_type": ("default",)}
 
 
-def config_from_json(j, path="config.json"):
-    """A Config from config.json's dict; ValueError names the field that xtrain cannot do."""
+def config_from_json(j):
+    """A Config from config.json's dict; Refused names the field that xtrain cannot do."""
     rope, scaling = j.get("rope_parameters") or {}, j.get("rope_scaling") or {}
     kinds = [d.get("rope_type", d.get("type")) for d in (scaling, rope)]
     found = {"rope_type": next((k for k in kinds if k not in (None, "default")), None)} | j
     if j.get("model_type") not in ("qwen3", "llama"):
-        raise ValueError(f"{path}: model_type {j.get('model_type')!r} is not 'qwen3' or 'llama'")
+        raise Refused(f"model_type {j.get('model_type')!r} is not 'qwen3' or 'llama'")
     for field, good in SUPPORTED.items():
         if found.get(field) not in (None, *good):
-            raise ValueError(f"{path}: {field} {found[field]!r} is not supported, only {good[0]!r}")
+            raise Refused(f"{field} {found[field]!r} is not supported, only {good[0]!r}")
     names = {"vocab_size": "vocab_size", "hidden_size": "dim", "intermediate_size": "ffn",
              "num_hidden_layers": "layers", "num_attention_heads": "heads"}
     missing = [name for name in names if name not in j]
     if missing:
-        raise ValueError(f"{path}: {', '.join(missing)} missing")
+        raise Refused(f"{', '.join(missing)} missing")
     return Config(
         **{ours: j[theirs] for theirs, ours in names.items()}, qk_norm=j["model_type"] == "qwen3",
         kv_heads=j.get("num_key_value_heads"), head_dim=j.get("head_dim"),
@@ -577,27 +592,29 @@ def save_pretrained(model, folder, dtype="f32"):
     text = json.dumps(config_json(model.config, FILE_DTYPES[dtype]), indent=2) + "\n"
     with open(os.path.join(folder, "config.json"), "w") as f:
         f.write(text)
-    write_safetensors(os.path.join(folder, "model.safetensors"),
-                      {name: T.cast(p, dtype) for name, p in model.parameters().items()})
+    weights = {name: T.packed(T.cast(p, dtype)) for name, p in model.parameters().items()}
+    save_arrays({name: t.array() for name, t in weights.items()},
+                os.path.join(folder, "model.safetensors"))
 
 
-def write_safetensors(path, tensors):
-    """Write {name: f32 or bf16 Tensor}: the header's length, the header as JSON, then all bytes.
+def save_arrays(arrays, path):
+    """Write {name: array} as a safetensors file; uint16 is the bits of bf16.
 
-    By hand, since safetensors' NumPy writer knows no bf16.  Metadata is the single key that
-    transformers asks for, and names are sorted: equal states are equal files.
+    The header's length, the header as JSON, then all bytes.  By hand, since safetensors' NumPy
+    writer knows no bf16 and hides the system's error on a full disk.  One metadata key, which
+    transformers asks for, and sorted names: equal states are equal files.
     """
     header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, t in sorted(tensors.items()):
-        end = at + t.size*T.DTYPES[t.dtype].itemsize
-        header[name] = {"dtype": t.dtype.upper(), "shape": t.shape, "data_offsets": [at, end]}
-        at = end
+    for name, x in sorted(arrays.items()):
+        header[name] = {"dtype": {"float32": "F32", "uint16": "BF16"}[x.dtype.name],
+                        "shape": x.shape, "data_offsets": [at, at + x.nbytes]}
+        at += x.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" "*(-len(text) % 8)               # tensors start at a multiple of 8 bytes
     with open(path, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
-        for _, t in sorted(tensors.items()):
-            f.write(T.packed(t).array().data.cast("B"))
+        for _, x in sorted(arrays.items()):
+            f.write(np.ascontiguousarray(x).data)
 
 
 def weight_files(folder):
@@ -620,11 +637,11 @@ def read_safetensors(path):
     try:
         entries = safetensors.deserialize(raw)
     except safetensors.SafetensorError as e:
-        raise ValueError(f"{path}: not a whole safetensors file ({e})") from None
+        raise Refused(f"{path}: not a whole safetensors file ({e})") from None
     kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
     for name, entry in entries:
         if entry["dtype"] not in kinds:
-            raise ValueError(f"{path}: {name} is {entry['dtype']}, not one of {', '.join(kinds)}")
+            raise Refused(f"{path}: {name} is {entry['dtype']}, not one of {', '.join(kinds)}")
         values = np.frombuffer(entry["data"], kinds[entry["dtype"]]).reshape(entry["shape"])
         if entry["dtype"] == "BF16":
             values = (values.astype(np.uint32) << 16).view(np.float32)
@@ -634,14 +651,16 @@ def read_safetensors(path):
 def load_pretrained(folder, device="cpu", dtype="f32"):
     """A Decoder from a folder with config.json and safetensors, Qwen3's or Llama's.
 
-    Needs no tokenizer.  ValueError names tensors that are missing, unexpected or of another shape.
+    Needs no tokenizer.  Refused names tensors that are missing, unexpected or of another shape.
     """
     path = os.path.join(folder, "config.json")
     try:
         with open(path) as f:
-            config = config_from_json(json.load(f), path)
+            config = config_from_json(json.load(f))
     except json.JSONDecodeError as e:
-        raise ValueError(f"{path}: not JSON ({e})") from None
+        raise Refused(f"{path}: not JSON ({e})") from None
+    except (AttributeError, TypeError, ValueError) as e:
+        raise Refused(f"{path}: {'' if isinstance(e, Refused) else 'malformed: '}{e}") from None
     model = Decoder(config, device, dtype)
     waiting = model.parameters()
     for file in weight_files(folder):
@@ -650,13 +669,13 @@ def load_pretrained(folder, device="cpu", dtype="f32"):
             if name == "lm_head.weight" and config.tie_embeddings or name.endswith(".inv_freq"):
                 continue
             if name not in waiting:
-                raise ValueError(f"{file}: tensor {name} has no place in the model of config.json")
+                raise Refused(f"{file}: tensor {name} has no place in the model of config.json")
             p = waiting.pop(name)
             if values.shape != p.shape:
-                raise ValueError(f"{file}: {name} is {values.shape}, config.json wants {p.shape}")
+                raise Refused(f"{file}: {name} is {values.shape}, config.json wants {p.shape}")
             p.set_(values)
     if waiting:
-        raise ValueError(f"{folder}: {len(waiting)} tensors missing, first {next(iter(waiting))}")
+        raise Refused(f"{folder}: {len(waiting)} tensors missing, first {next(iter(waiting))}")
     return model.eval()
 
 
@@ -734,3 +753,322 @@ def generate(model, ids, max_new, temperature=1.0, top_k=None, top_p=1.0, seed=0
     """
     for new in generate_batch(model, ids, max_new, temperature, top_k, top_p, seed, (index,), stop):
         yield new[0]
+
+
+# ---- 10. Checkpoints -----------------------------------------------------------------------------
+# A checkpoint `step-00000100` is a Hugging Face folder with two files more: optimizer.safetensors
+# (m.<name>, v.<name>) and state.json (the step, the settings, a sha256 of every other file).
+
+def publish(path, write):
+    """Have write(temporary path) make a file or folder, then give it its name in one step.
+
+    The temporary name is beside it and starts with a dot.  Everything is on the disk before the
+    rename, so whoever sees `path` sees all of it, even after a power cut.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}")
+    try:
+        write(temporary)
+        for place, _, files in os.walk(temporary):
+            for file in files:
+                flush(os.path.join(place, file))
+        flush(temporary)
+        if os.path.isdir(path):
+            discard(path)
+        os.replace(temporary, path)
+        flush(folder)
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def flush(path):
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path):
+    """Delete a file or folder if it is there."""
+    shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
+
+
+def discard(path):
+    """Delete a folder, first renamed to begin with a dot: half of it never bears its name."""
+    folder, name = os.path.split(os.path.abspath(path))
+    dying = os.path.join(folder, f".{name}.dying")
+    remove(dying)
+    os.rename(path, dying)
+    remove(dying)
+
+
+def write_json(path, value):
+    """One JSON file, indented, ending in a newline."""
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(json.dumps(value, indent=2) + "\n")
+
+
+def sha256(path):
+    """The SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while piece := f.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def seal(state):
+    """The SHA-256 of a state without its own seal: notices a changed byte in state.json."""
+    text = json.dumps({k: v for k, v in state.items() if k != "seal"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def save_checkpoint(run, model, optimizer, tokenizer, state):
+    """Write the folder run/step-%08d, step = state["step"]; returns its path.
+
+    tokenizer may be None.  state: whatever JSON can hold; `load_state` gives it back.
+    """
+    def write(folder):
+        save_pretrained(model, folder)
+        if tokenizer is not None:
+            tokenizer.save(folder)
+            ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
+            write_json(os.path.join(folder, "generation_config.json"), ends)
+        save_arrays(optimizer.state(), os.path.join(folder, "optimizer.safetensors"))
+        sums = {name: sha256(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
+        whole = state | {"sha256": sums}
+        write_json(os.path.join(folder, "state.json"), whole | {"seal": seal(whole)})
+
+    path = os.path.join(run, f"step-{state['step']:08d}")
+    publish(path, write)
+    return path
+
+
+def load_state(folder):
+    """The state that save_checkpoint wrote; Refused if any file of the folder is damaged."""
+    path = os.path.join(folder, "state.json")
+    instead = "resume from another step-* folder, or start from its weights with --init-from"
+    try:
+        with open(path, encoding="utf-8") as f:
+            state = json.load(f)
+        intact = seal(state) == state["seal"]
+    except FileNotFoundError:
+        raise Refused(f"{folder}: no state.json, so there is no training to resume: --init-from "
+                      "starts a new run from its weights") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise Refused(f"{path}: damaged: {instead}")
+    for name, good in state["sha256"].items():
+        file = os.path.join(folder, name)
+        if not os.path.exists(file) or sha256(file) != good:
+            raise Refused(f"{file}: damaged or missing (its SHA-256 differs from the one in "
+                          f"state.json): {instead}")
+    return state
+
+
+def load_optimizer(optimizer, folder, steps):
+    """Give an optimizer the moments of a checkpoint and its number of updates."""
+    path = os.path.join(folder, "optimizer.safetensors")
+    try:
+        optimizer.load_state(dict(read_safetensors(path)), steps)
+    except KeyError as e:
+        raise Refused(f"{path}: {e} is missing") from None
+
+
+def prune(run, keep, best=None):
+    """Delete all but the newest `keep` checkpoints of a run and the step `best`."""
+    steps = checkpoints(run)
+    for step in list(steps)[:-keep]:
+        if step != best:
+            discard(steps[step])
+
+
+# ---- 11. Command lines --------------------------------------------------------------------------
+# What train.py and sample.py share: a dataclass of settings is the command line, bad input is one
+# line on stderr, and an exit code says how it ended.
+
+def setting(default, text, unit="", group="", **limits):
+    """A field of a dataclass of settings.
+
+    text is the help, unit what the number counts.  limits: choices (a tuple), least, most (both
+    allowed), above, below (both not).  The annotation is int, float, str or bool; a bool is the
+    pair --name and --no-name.
+    """
+    about = {"help": text, "unit": unit, "group": group, **limits}
+    return dataclasses.field(default=default, metadata=about)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that refuses in xtrain's way: one line, the nearest flag named."""
+
+    def error(self, message):
+        raise Refused(f"{message} (--help lists all flags)")
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def whole_or_finite(kind):
+    """A converter for argparse: int, or a float that is neither nan nor infinite."""
+    def convert(text):
+        value = kind(text)
+        if not math.isfinite(value):
+            raise ValueError
+        return value
+    convert.__name__ = {int: "whole number", float: "finite number"}[kind]
+    return convert
+
+
+def parser_of(settings, program, description, epilog=""):
+    """The Parser of a dataclass of settings: one flag a field, grouped, defaults in the help."""
+    parser = Parser(program, description=description, epilog=epilog, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    groups = {}
+    for f in dataclasses.fields(settings):
+        about = f.metadata
+        group = groups.setdefault(about["group"], None) or parser.add_argument_group(about["group"])
+        groups[about["group"]] = group
+        text = about["help"] + ("" if f.default is None else f" (default {f.default})")
+        if about["unit"]:
+            text = f"{about['unit']}: {text}"
+        # SUPPRESS: the namespace then holds what was given and nothing else, so that presets, files
+        # and the settings of a resumed run can come in between
+        more = {"dest": f.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        if f.type is bool:
+            group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, **more)
+        elif "choices" in about:
+            group.add_argument(flag(f.name), choices=about["choices"], **more)
+        else:
+            kind = f.type if f.type is str else whole_or_finite(f.type)
+            group.add_argument(flag(f.name), type=kind, metavar=f.type.__name__.upper(), **more)
+    return parser
+
+
+def parse(settings, parser, argv, source=""):
+    """{field: value} of the flags that argv gives, each checked; Refused names what is wrong.
+
+    source says where the flags come from if not from the command line.
+    """
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except Refused as e:
+        raise Refused(f"{source}{e}") from None
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings]
+        name = unknown[0].split("=")[0]
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
+        what = "unknown flag" if name.startswith("-") else "belongs to no flag:"
+        raise Refused(f"{source}{what} {unknown[0]}: {hint}")
+    fields = {f.name: f for f in dataclasses.fields(settings)}
+    for name, value in vars(given).items():
+        check_limits(source + flag(name), value, fields[name].metadata)
+    return vars(given)
+
+
+LIMITS = {"least": (operator.ge, ">="), "above": (operator.gt, ">"), "most": (operator.le, "<="),
+          "below": (operator.lt, "<")}
+
+
+def check_limits(name, value, about):
+    """Refused unless the value lies within the limits of its setting."""
+    limits = [(*LIMITS[word], about[word]) for word in LIMITS if word in about]
+    if not all(holds(value, bound) for holds, _, bound in limits):
+        wanted = " and ".join(f"{sign} {bound}" for _, sign, bound in limits)
+        raise Refused(f"{name} {value}: must be {wanted}")
+
+
+def toml_flags(path):
+    """The settings of a TOML file as flags, so that one parser checks both."""
+    try:
+        with open(path, "rb") as f:
+            values = tomllib.load(f)
+    except OSError as e:
+        raise Refused(f"--config {path}: {e.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise Refused(f"--config {path}: not TOML ({e})") from None
+    flags = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            flags.append(flag(name if value else f"no_{name}"))
+        elif isinstance(value, (int, float, str)):
+            flags.append(f"{flag(name)}={value}")       # with =, so that -1 is a value, not a flag
+        else:
+            raise Refused(f"--config {path}: {name} must be a number, a string or true/false")
+    return flags
+
+
+def checkpoints(folder):
+    """{step: path} of the complete checkpoints of a run folder, in rising order.
+
+    A folder gets its name when it is complete (it is written under one that starts with a dot), so
+    the name is the proof.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return {}
+    found = {int(m[1]): os.path.join(folder, m[0])
+             for m in (re.fullmatch(r"step-(\d{8,})", name) for name in names) if m}
+    return dict(sorted(found.items()))
+
+
+def find_model(path=None, runs="runs"):
+    """The folder with config.json that a path means: itself, or the newest checkpoint of a run.
+
+    Without a path, the newest checkpoint under `runs`.  Refused says what was looked for.
+    """
+    if path is None:
+        names = os.listdir(runs) if os.path.isdir(runs) else ()
+        found = [p for name in names for p in checkpoints(os.path.join(runs, name)).values()]
+        newest = max(found, key=os.path.getmtime, default=None)
+        if newest is None:
+            raise Refused(f"no checkpoint under {runs}/: train one with 'python train.py', or name "
+                          "a folder with --model")
+        return newest
+    if os.path.exists(os.path.join(path, "config.json")):
+        return path
+    if steps := checkpoints(path):
+        return list(steps.values())[-1]
+    if not os.path.isdir(path):
+        raise Refused(f"{path}: no such folder" if not os.path.exists(path) else
+                      f"{path}: is a file, wants a run, a checkpoint or a Hugging Face folder")
+    raise Refused(f"{path}: holds neither a checkpoint (step-00000001, …) nor a config.json")
+
+
+def exit_code(main, argv):
+    """Run main(argv) and turn how it ended into an exit code, with one line on stderr.
+
+    0 fine (or what main returns); 2 bad input; 4 out of memory or disk; 130 interrupted.
+    """
+    if hasattr(sys.stdout, "reconfigure"):      # a terminal without UTF-8 gets ?, not a traceback
+        sys.stdout.reconfigure(errors="replace")
+        sys.stderr.reconfigure(errors="replace")
+    try:
+        return main(argv) or 0
+    except Refused as e:
+        return complain(e, 2)
+    except KeyboardInterrupt:
+        return complain("interrupted", 130)
+    except MemoryError as e:
+        return complain(f"out of memory{f' ({e})' if str(e) else ''}: a smaller --batch, --seq or "
+                        "model, or --recompute, needs less", 4)
+    except BrokenPipeError:                     # the reader of a pipe has gone (| head): no fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as e:
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+        where = f"{e.filename}: " if e.filename else ""
+        return complain(f"{where}{e.strerror}" + (": free some space" if full else ""),
+                        4 if full else 2)
+
+
+def complain(message, code):
+    """One line on stderr; returns the exit code."""
+    print("xtrain: error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+    return code
