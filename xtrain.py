@@ -581,20 +581,23 @@ def config_from_json(j):
 FILE_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
-def save_pretrained(model, folder, dtype="f32"):
+def save_pretrained(model, folder, dtype="f32", tokenizer=None):
     """Write config.json and model.safetensors, which transformers' from_pretrained opens.
 
-    dtype: "f32" keeps every bit, "bf16" rounds to nearest even.  ValueError for others.
+    dtype: "f32" keeps every bit, "bf16" rounds to nearest even.  ValueError for others.  With a
+    tokenizer its files too, and generation_config.json, which says what ends a text.
     """
     if dtype not in FILE_DTYPES:
         raise ValueError(f"save_pretrained: dtype {dtype!r} is not one of {', '.join(FILE_DTYPES)}")
     os.makedirs(folder, exist_ok=True)
-    text = json.dumps(config_json(model.config, FILE_DTYPES[dtype]), indent=2) + "\n"
-    with open(os.path.join(folder, "config.json"), "w") as f:
-        f.write(text)
+    write_json(os.path.join(folder, "config.json"), config_json(model.config, FILE_DTYPES[dtype]))
     weights = {name: T.packed(T.cast(p, dtype)) for name, p in model.parameters().items()}
     save_arrays({name: t.array() for name, t in weights.items()},
                 os.path.join(folder, "model.safetensors"))
+    if tokenizer is not None:
+        tokenizer.save(folder)
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
+        write_json(os.path.join(folder, "generation_config.json"), ends)
 
 
 def save_arrays(arrays, path):
@@ -621,9 +624,12 @@ def weight_files(folder):
     """The safetensors files of a folder: model.safetensors if it is there, else its index's."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.exists(index) and not os.path.exists(os.path.join(folder, "model.safetensors")):
-        with open(index) as f:
-            names = sorted(set(json.load(f)["weight_map"].values()))
-        return [os.path.join(folder, name) for name in names]
+        try:
+            with open(index, encoding="utf-8") as f:
+                names = sorted(set(json.load(f)["weight_map"].values()))
+            return [os.path.join(folder, name) for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise Refused(f"{index}: not an index of weights ({type(e).__name__}: {e})") from None
     return [os.path.join(folder, "model.safetensors")]
 
 
@@ -632,12 +638,15 @@ def read_safetensors(path):
 
     Through deserialize, since safetensors' NumPy loader knows no bf16.
     """
-    with open(path, "rb") as f:
-        raw = f.read()
     try:
-        entries = safetensors.deserialize(raw)
+        with open(path, "rb") as f:
+            entries = safetensors.deserialize(f.read())
+    except FileNotFoundError:
+        raise Refused(f"{path}: no such file; a model's folder holds its weights as "
+                      "model.safetensors beside config.json") from None
     except safetensors.SafetensorError as e:
-        raise Refused(f"{path}: not a whole safetensors file ({e})") from None
+        raise Refused(f"{path}: not a whole safetensors file ({e}): copy it again, or take another "
+                      "checkpoint") from None
     kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
     for name, entry in entries:
         if entry["dtype"] not in kinds:
@@ -832,11 +841,7 @@ def save_checkpoint(run, model, optimizer, tokenizer, state):
     tokenizer may be None.  state: whatever JSON can hold; `load_state` gives it back.
     """
     def write(folder):
-        save_pretrained(model, folder)
-        if tokenizer is not None:
-            tokenizer.save(folder)
-            ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
-            write_json(os.path.join(folder, "generation_config.json"), ends)
+        save_pretrained(model, folder, tokenizer=tokenizer)
         save_arrays(optimizer.state(), os.path.join(folder, "optimizer.safetensors"))
         sums = {name: sha256(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
         whole = state | {"sha256": sums}
@@ -1006,8 +1011,8 @@ def toml_flags(path):
 def checkpoints(folder):
     """{step: path} of the complete checkpoints of a run folder, in rising order.
 
-    A folder gets its name when it is complete (it is written under one that starts with a dot), so
-    the name is the proof.
+    A folder gets its name when it is complete (it is written under one that starts with a dot); a
+    copy that was cut short shows in what it lacks.
     """
     try:
         names = os.listdir(folder)
@@ -1015,7 +1020,9 @@ def checkpoints(folder):
         return {}
     found = {int(m[1]): os.path.join(folder, m[0])
              for m in (re.fullmatch(r"step-(\d{8,})", name) for name in names) if m}
-    return dict(sorted(found.items()))
+    return {step: path for step, path in sorted(found.items())
+            if all(os.path.exists(os.path.join(path, name))
+                   for name in ("config.json", "model.safetensors"))}
 
 
 def find_model(path=None, runs="runs"):
