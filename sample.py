@@ -31,7 +31,7 @@ import sys
 import time
 
 import xtrain
-from xtrain import Refused, setting
+from xtrain import Refused, say, setting
 
 # ---- 1. Settings ---------------------------------------------------------------------------------
 
@@ -181,11 +181,6 @@ def finish(texts, first, as_json):
     write(rest[0])
     for number, text in enumerate(texts[1:], first + 1):
         write(separator(number) + text.text)
-
-
-def say(message):
-    """One line to the user, beside the text: stdout belongs to that."""
-    print(f"xtrain: {message}", file=sys.stderr, flush=True)
 
 
 # ---- 4. Other uses -------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ How it reads, top to bottom:
 4. Optimizer            AdamW over the arena, learning-rate schedule
 5. Step                 the one way to train: micro-steps, then an update
 6. Files                config.json + model.safetensors, as transformers reads and writes them
+7. Tokenizer            byte-level BPE: learned, GPT-2's, or plain bytes; cutting text safely
+8. Evaluation           loss and bits per byte of held-out tokens
 9. Generation           sampling with a cache of keys and values
-10. Checkpoints          a Hugging Face folder and the optimizer's state, whole or not there at all
+10. Checkpoints         a Hugging Face folder and the optimizer's state, whole or not there at all
 11. Command lines       what train.py and sample.py share: settings as flags, exit codes
 
     model = xtrain.Decoder(xtrain.Config(dim=64, layers=2, heads=4, kv_heads=2, vocab_size=211))
@@ -23,6 +25,7 @@ import dataclasses
 import difflib
 import errno
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -34,6 +37,7 @@ import typing
 
 import numpy as np
 import safetensors
+import tokenizers
 
 try:
     import tomllib
@@ -686,6 +690,324 @@ def load_pretrained(folder, device="cpu", dtype="f32"):
     if waiting:
         raise Refused(f"{folder}: {len(waiting)} tensors missing, first {next(iter(waiting))}")
     return model.eval()
+
+
+# ---- 7. Tokenizer --------------------------------------------------------------------------------
+# One mechanism, a byte-level BPE of the `tokenizers` library: `bpe:N` learns its merges, `gpt2` has
+# GPT-2's, `bytes` has none.  Every byte string has ids, so that there is no unknown token.
+
+END_OF_TEXT = "<|endoftext|>"       # separates documents; the last id, made by no text
+PIECE, LONGEST = 1 << 16, 1 << 18   # characters of a piece: wanted, and at most
+
+
+def say(line):
+    """Tell the user something that is no error, on stderr: stdout belongs to results."""
+    print(f"xtrain: {line}", file=sys.stderr, flush=True)
+
+
+def byte_symbols():
+    """The 256 characters that stand for the bytes in a byte-level BPE's files (GPT-2's choice).
+
+    A printable byte is its own Latin-1 character; the others take U+0100, U+0101, ... in order.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (chr(256 + i) for i in range(256))
+    return [chr(b) if b in printable else next(others) for b in range(256)]
+
+
+SYMBOLS = byte_symbols()
+BYTE_OF = {symbol: b for b, symbol in enumerate(SYMBOLS)}
+
+# No pre-token of GPT-2, Qwen or Llama holds a character other than space followed by a space, or a
+# letter or digit followed by a line end.  (A line end may stick to punctuation before it.)
+SAFE_CUT = re.compile(r"[^\s](?= )|[^\W_](?=[\r\n])")
+
+
+def pieces(blocks, separator=END_OF_TEXT):
+    """Cut text into pieces that can be encoded one by one -> yields (text, ends a document).
+
+    blocks: iterable of str; where it is cut says nothing.  separator: what documents are split at,
+    and left out; None for one document.  Documents of white space alone are left out.  A document
+    is cut after 65,536 characters at the first place that no token crosses, so that pieces and
+    whole have the same ids; only 262,144 characters without such a place are cut anywhere.
+    """
+    blocks, buffer, at, whole = iter(blocks), "", 0, False
+    width, inside = len(separator or ""), False
+    while True:
+        # a decision needs to see as far as it may reach, else it would depend on the blocks
+        while not whole and len(buffer) - at < LONGEST + width:
+            block = next(blocks, None)
+            buffer, at, whole = buffer[at:] + (block or ""), 0, block is None
+        if at == len(buffer):
+            break
+        wanted, end = at + PIECE, -1
+        if separator:
+            end = buffer.find(separator, at, wanted + width)
+        if end < 0:
+            most = min(at + LONGEST, len(buffer))
+            found = SAFE_CUT.search(buffer, wanted, most) if wanted < most else None
+            cut = found.end() if found else most
+            end = buffer.find(separator, wanted, cut + width - 1) if separator else -1
+        text, ends = (buffer[at:cut], False) if end < 0 else (buffer[at:end], True)
+        at += len(text) + width*ends
+        if inside or not text.isspace() and text:
+            yield text, ends
+            inside = not ends
+    if inside:
+        yield "", True
+
+
+class Tokenizer:
+    """Text <-> ids, by a byte-level BPE.
+
+    kind         "bpe:600", "gpt2", "bytes"
+    vocab_size   number of ids, end of text included (the highest id + 1)
+    eot          id of end of text, which no text encodes to; None if a loaded one has none
+    pieces       the bytes of each id; b"" for end of text and other special ones
+    lengths      int64 [vocab_size], how many they are: what bits per byte is counted with
+    """
+
+    def __init__(self, core, kind, eot):
+        """core: a tokenizers.Tokenizer with byte-level symbols; KeyError if they are not."""
+        core.encode_special_tokens = True       # text that spells a special token stays text
+        self.core, self.kind, self.eot = core, kind, eot
+        vocab, added = core.get_vocab(), core.get_added_tokens_decoder()
+        self.vocab_size = max(vocab.values()) + 1
+        self.pieces = [b""]*self.vocab_size
+        for symbol, i in vocab.items():
+            if i not in added:
+                self.pieces[i] = bytes(BYTE_OF[c] for c in symbol)
+            elif not added[i].special:
+                self.pieces[i] = symbol.encode()
+        self.lengths = np.array([len(piece) for piece in self.pieces], np.int64)
+
+    # -- making one
+
+    @staticmethod
+    def parse(spec):
+        """A `--tokenizer` string -> ("bpe", ids in all), ("gpt2", None) or ("bytes", None)."""
+        found = re.fullmatch("bpe:([0-9]{1,9})", spec)
+        size = int(found[1]) if found else None
+        if spec in ("gpt2", "bytes") or size and 257 <= size <= 1_000_000:
+            return (spec if size is None else "bpe"), size
+        raise Refused(f"--tokenizer {spec!r}: give gpt2, bytes, or bpe:N with N from 257 to "
+                      "1000000 ids in all")
+
+    @classmethod
+    def make(cls, spec, texts=()):
+        """The tokenizer of a `--tokenizer` string; bpe:N learns from texts, an iterable of str."""
+        kind, size = cls.parse(spec)
+        return cls.train(texts, size) if kind == "bpe" else getattr(cls, kind)()
+
+    @classmethod
+    def assemble(cls, kind, vocab=None, merges=None, trainer=None, texts=()):
+        """Vocabulary {symbols: id} and merges, given or learned; end of text gets the last id."""
+        core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+        core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = tokenizers.decoders.ByteLevel()
+        if trainer:
+            core.train_from_iterator(texts, trainer)
+        core.add_special_tokens([END_OF_TEXT])
+        return cls(core, kind, core.token_to_id(END_OF_TEXT))
+
+    @classmethod
+    def train(cls, texts, size):
+        """Learn a BPE of `size` ids from texts, an iterable of str that is read once.
+
+        Equal texts give equal ids.  Pairs seen once are not merged: a small corpus gives fewer ids,
+        which is said.  Memory follows the number of different words, not the length of the text.
+        """
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=size - 1, min_frequency=2, show_progress=False, initial_alphabet=SYMBOLS)
+        made = cls.assemble(f"bpe:{size}", trainer=trainer, texts=texts)
+        if made.vocab_size < size:
+            say(f"bpe:{size}: the corpus has too few different words, going on with "
+                f"{made.vocab_size} ids")
+        return made
+
+    @classmethod
+    def bytes(cls):
+        """The id of a byte is its value, 256 is end of text."""
+        return cls.assemble("bytes", {symbol: b for b, symbol in enumerate(SYMBOLS)}, [])
+
+    @classmethod
+    def gpt2(cls):
+        """GPT-2's 50257 ids, from tiktoken's ranks: the two parts that BPE merges into each token
+        are what its bytes come to with the merges before it."""
+        ranks = gpt2_ranks()
+        symbols = {token: "".join(SYMBOLS[b] for b in token) for token in ranks}
+        merges = []
+        for token in sorted((t for t in ranks if len(t) > 1), key=ranks.get):
+            left, right = bpe_parts(token, ranks)
+            merges.append((symbols[left], symbols[right]))
+        return cls.assemble("gpt2", {symbols[t]: rank for t, rank in ranks.items()}, merges)
+
+    # -- text and ids
+
+    def encode(self, text):
+        """The ids of a text, a list; end of text is never one of them."""
+        return self.core.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts):
+        """The ids of several texts, encoded in parallel."""
+        batch = self.core.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
+
+    def stream(self, texts):
+        """Encode what `pieces` yields in bounded memory: yields (ids, text, ends a document).
+
+        ids: int64 array; end of text closes it where a document ends.
+        """
+        waiting, characters = [], 0
+        for piece in itertools.chain(texts, [None]):
+            if piece is None or characters >= 8*PIECE:
+                for ids, (text, ends) in zip(self.encode_batch(t for t, _ in waiting), waiting):
+                    yield np.array(ids + [self.eot]*ends, np.int64), text, ends
+                waiting, characters = [], 0
+            if piece is not None:
+                waiting.append(piece)
+                characters += len(piece[0])
+
+    def decode_bytes(self, ids):
+        """The bytes of ids; special ones, and ids that do not exist, have none."""
+        return b"".join(self.pieces[i] for i in ids if 0 <= i < self.vocab_size)
+
+    def decode(self, ids):
+        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    @property
+    def digest(self):
+        """SHA-256 (hex) of what each id means: equal for tokenizers with the same vocabulary."""
+        lengths = self.lengths.tobytes()
+        return hashlib.sha256(lengths + b"".join(self.pieces) + repr(self.eot).encode()).hexdigest()
+
+    # -- files
+
+    def save(self, folder):
+        """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer opens.
+        """
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "xtrain_kind": self.kind,
+                  "add_prefix_space": False, "clean_up_tokenization_spaces": False,
+                  "model_max_length": 10**30}
+        if self.eot is not None:
+            end = self.core.id_to_token(self.eot)
+            config |= {"bos_token": end, "eos_token": end}
+        os.makedirs(folder, exist_ok=True)
+        self.core.save(os.path.join(folder, "tokenizer.json"))
+        with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
+            f.write(json.dumps(config, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder):
+        """The tokenizer of a folder's tokenizer.json, any byte-level BPE; Refused if it is not."""
+        path = os.path.join(folder, "tokenizer.json")
+        try:
+            with open(path, encoding="utf-8") as f:
+                text = f.read()
+            check_byte_level(json.loads(text))
+            core = tokenizers.Tokenizer.from_str(text)
+            config = load_if_there(os.path.join(folder, "tokenizer_config.json"))
+            end = config.get("eos_token")
+            end = end.get("content") if isinstance(end, dict) else end
+            eot = core.token_to_id(END_OF_TEXT)
+            if eot is None and end:
+                eot = core.token_to_id(end)
+            return cls(core, config.get("xtrain_kind", f"bpe:{core.get_vocab_size()}"), eot)
+        except FileNotFoundError:
+            raise Refused(f"{path}: no such file; give a folder with a tokenizer.json") from None
+        # what `tokenizers` raises is a plain Exception
+        except Exception as e:
+            raise Refused(f"{path}: not a byte-level BPE that can be used "
+                          f"({type(e).__name__}: {one_line(e)}); GPT-2's, Qwen's and Llama 3's "
+                          "are, SentencePiece ones are not") from None
+
+
+def one_line(error):
+    """The text of an exception without its line breaks."""
+    return " ".join(str(error).split())
+
+
+def load_if_there(path):
+    """A JSON file's object, or {} where there is none."""
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def check_byte_level(j):
+    """ValueError unless tokenizer.json's object j is a BPE over bytes."""
+    model, before = j.get("model") or {}, j.get("pre_tokenizer") or {}
+    steps = [before, *before.get("pretokenizers", [])]
+    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+        raise ValueError(f"its model is {model.get('type')!r}, byte_fallback "
+                         f"{model.get('byte_fallback')}")
+    if not any(step.get("type") == "ByteLevel" for step in steps):
+        raise ValueError("its pre_tokenizer has no ByteLevel")
+
+
+def gpt2_ranks():
+    """{bytes of a token: id} of GPT-2, from tiktoken's cache or its download."""
+    import tiktoken                 # takes a while, and only `gpt2` needs it
+    try:
+        return tiktoken.get_encoding("gpt2")._mergeable_ranks
+    except Exception as e:          # whatever requests, DNS, a proxy or a damaged file may raise
+        site = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+        files = " and ".join(f"{name} as {hashlib.sha1((site + name).encode()).hexdigest()}"
+                             for name in ("vocab.bpe", "encoder.json"))
+        raise Refused(
+            f"--tokenizer gpt2: its vocabulary is not cached and cannot be fetched "
+            f"({type(e).__name__}); set TIKTOKEN_CACHE_DIR to a folder that holds, from {site}, "
+            f"{files} (the SHA-1 of the address), or use bpe:N or bytes") from None
+
+
+def bpe_parts(token, ranks):
+    """The two tokens that `token` is merged from, by the merges that rank before it."""
+    parts = [token[i:i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, math.inf) for a, b in zip(parts, parts[1:])]
+        i = pairs.index(min(pairs))
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+# ---- 8. Evaluation -------------------------------------------------------------------------------
+
+def evaluate(model, tokens, lengths, seq, batch=8, limit=None):
+    """Held-out loss -> (nats per token, bits per byte).
+
+    tokens: int array [n], cut into windows that do not overlap: each token but the first is
+    predicted once, from those of its window.  lengths: bytes of each id (Tokenizer.lengths).
+    limit: predict only the first so many.  The last batch is filled up with targets of -1, so that
+    all have one shape; windows are shorter than seq only where there are fewer tokens.  Dropout and
+    recording are off; the model's mode is put back.  Refused if there is nothing to predict.
+
+    Bits per byte = (sum of nats) / (ln 2 · bytes of the targets), comparable between tokenizers;
+    NaN if the targets have no bytes (end of text has none, its nats count).
+    """
+    tokens = tokens[:None if limit is None else limit + 1]
+    count = len(tokens) - 1
+    if count < 1:
+        raise Refused(f"evaluation: {len(tokens)} tokens are too few, at least 2 are needed "
+                      "(one to read, one to predict): give more text, or a larger --eval-tokens")
+    seq = min(seq, count)
+    batch = min(batch, -(-count//seq))
+    nats, size, training = 0.0, 0, model.training
+    model.eval()
+    try:
+        for start in range(0, count, batch*seq):
+            window = np.asarray(tokens[start:start + batch*seq + 1], np.int64)
+            inputs, targets = (np.full(batch*seq, fill, np.int64) for fill in (0, -1))
+            n = len(window) - 1
+            inputs[:n], targets[:n] = window[:-1], window[1:]
+            with A.no_grad():
+                loss = model.loss(inputs.reshape(batch, seq), targets.reshape(batch, seq))
+            nats += loss.item()*n
+            size += int(lengths[window[1:]].sum())
+    finally:
+        model.train(training)
+    return nats/count, nats/(math.log(2)*size) if size else math.nan
 
 
 # ---- 9. Generation -------------------------------------------------------------------------------
