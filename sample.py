@@ -45,13 +45,14 @@ class Settings:
     dtype: str = setting("auto", "f32 to compute in; with --export, of the file", group="Model",
                          choices=("auto", "f32", "bf16"))
     prompt: str = setting("", "text to continue; empty starts from end of text", group="Text")
-    max_new: int = setting(200, "at most so many new ones", "tokens", group="Text", least=1)
+    max_new: int = setting(200, "at most so many new ones", "tokens", group="Text", least=1,
+                          most=10**9)
     num: int = setting(1, "how many texts", group="Text", least=1, most=1000)
     seed: int = setting(1337, "of the random numbers", group="Text", least=0, below=2**64)
     temperature: float = setting(0.8, "logits are divided by it; 0 takes the likeliest token",
                                  group="Text", least=0)
     top_k: int = setting(None, "only among the k likeliest; leave it out for no limit",
-                         "tokens", group="Text", least=1)
+                         "tokens", group="Text")
     top_p: float = setting(1.0, "only among the likeliest that together reach it; 1 is no limit",
                            "probability", group="Text", above=0, most=1)
     json: bool = setting(False, "one JSON object a line", group="Output")
@@ -66,6 +67,11 @@ def read_settings(argv):
     parser = xtrain.parser_of(Settings, "sample.py", __doc__.split("\n\n")[0],
                               "Examples and formats: the head of sample.py.")
     s = Settings(**xtrain.parse(Settings, parser, argv))
+    if s.top_k is not None and s.top_k < 1:
+        raise Refused(f"--top-k {s.top_k}: must be >= 1; leave it out for no limit")
+    for name in ("model", "eval", "export"):
+        if getattr(s, name) == "":
+            raise Refused(f"--{name} is empty: give a path, or leave it out")
     if s.device == "cuda":
         raise Refused("--device cuda: this build of xtrain computes on the CPU; leave it out")
     if s.dtype == "bf16" and (s.export is None or s.eval is not None):
