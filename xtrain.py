@@ -22,11 +22,13 @@ import dataclasses
 import difflib
 import errno
 import hashlib
+import importlib.util
 import json
 import math
 import operator
 import os
 import re
+import resource
 import shutil
 import sys
 import typing
@@ -425,6 +427,25 @@ def cosine(step, steps, lr, min_lr=0.0, warmup=0):
         return lr*step/warmup
     progress = (step - warmup)/max(1, steps - warmup)
     return min_lr + 0.5*(lr - min_lr)*(1 + math.cos(math.pi*min(1.0, progress)))
+
+
+def wsd(step, steps, lr, min_lr=0.0, warmup=0):
+    """Warm-up, stable, decay: lr up to the last fifth of the steps, then a line down to min_lr.
+
+    Source: MiniCPM (Hu et al. 2024).  A run can be stretched without a new schedule.
+    """
+    if step <= warmup:
+        return lr*step/warmup
+    left = (steps - step)/max(1, steps//5)
+    return min_lr + (lr - min_lr)*min(1.0, left)
+
+
+def constant(step, steps, lr, min_lr=0.0, warmup=0):
+    """lr*step/warmup, then lr."""
+    return lr*min(1.0, step/warmup) if warmup else lr
+
+
+SCHEDULES = {"cosine": cosine, "wsd": wsd, "constant": constant}
 
 
 # ---- 5. Step -------------------------------------------------------------------------------------
@@ -883,6 +904,37 @@ def find_model(path=None, runs="runs"):
         raise Refused(f"{path}: no such folder" if not os.path.exists(path) else
                       f"{path}: is a file, wants a run, a checkpoint or a Hugging Face folder")
     raise Refused(f"{path}: holds neither a checkpoint (step-00000001, …) nor a config.json")
+
+
+class Machine(typing.NamedTuple):
+    """Where a run computes: device, dtype, a name for people, threads, peak FLOP/s (measured)."""
+    device: str
+    dtype: str
+    name: str
+    threads: int
+    peak: float
+
+
+def machine(device="auto", dtype="auto", threads=None):
+    """The Machine that --device, --dtype and --threads mean; Refused if it is not there."""
+    if device == "cuda":
+        if importlib.util.find_spec("cupy") is None:
+            raise Refused("--device cuda: CuPy is not installed: pip install -e '.[cuda]' "
+                          "(or '.[cuda12]'); or use --device cpu")
+        raise Refused("--device cuda: this version of xtrain has no CUDA kernels: use --device cpu")
+    if dtype == "bf16":
+        raise Refused("--dtype bf16: this version of xtrain computes in f32: use --dtype f32")
+    if threads is not None:
+        T.set_threads(threads)
+    count = T.threads()
+    name = f"cpu ({T.ISA}, {count} thread{'s' if count > 1 else ''})"
+    return Machine("cpu", "f32", name, count, T.peak_flops())
+
+
+def peak_memory():
+    """Most memory that this process held at once, in bytes (ru_maxrss)."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most*1024
 
 
 def exit_code(main, argv):
