@@ -1970,8 +1970,10 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     describe(&a, <const int64_t*>dims, address, 4, <float*>lse, scale)
     cdef idx chunks = (a.sq + CHUNK*TILE - 1)//(CHUNK*TILE), tasks = a.batch*a.heads*chunks, t, last
     cdef int threads = most(1, least(tasks, attention_team(&a)))
-    # Per thread: k and v; q, q^T and o; s; m, l and fade
+    # Per thread: k and v; q, q^T and o; s; m, l and fade.  One query: q, o and s
     cdef idx size = 2*a.keys*a.wide + 3*TILE*a.wide + KEYS*TILE + 3*TILE
+    if a.sq == 1 and a.sk > 0:
+        size = 2*a.wide + a.keys
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
     with nogil, parallel(num_threads=threads):

@@ -8,8 +8,11 @@ How it reads, top to bottom:
 4. Optimizer            AdamW over the arena, learning-rate schedule
 5. Step                 the one way to train: micro-steps, then an update
 6. Files                config.json + model.safetensors, as transformers reads and writes them
-9. Checkpoints          a Hugging Face folder and the optimizer's state, whole or not there at all
-10. Command lines       what train.py and sample.py share: settings as flags, exit codes
+7. Tokenizer            byte-level BPE: learned, GPT-2's, or plain bytes; cutting text safely
+8. Evaluation           loss and bits per byte of held-out tokens
+9. Generation           sampling with a cache of keys and values
+10. Checkpoints         a Hugging Face folder and the optimizer's state, whole or not there at all
+11. Command lines       what train.py and sample.py share: settings as flags, exit codes
 
     model = xtrain.Decoder(xtrain.Config(dim=64, layers=2, heads=4, kv_heads=2, vocab_size=211))
     step = xtrain.Step(model, xtrain.AdamW(model, lr=3e-4))
@@ -23,6 +26,7 @@ import difflib
 import errno
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import operator
@@ -34,7 +38,8 @@ import sys
 import typing
 
 import numpy as np
-import safetensors.numpy
+import safetensors
+import tokenizers
 
 try:
     import tomllib
@@ -229,6 +234,40 @@ class Arena:
 
 # ---- 3. Decoder ----------------------------------------------------------------------------------
 
+class Cache:
+    """Keys and values of the positions so far, in one tensor made once: what generating reads.
+
+    kv f32 [layers, 2, batch, kv_heads, room, head_dim]; a head's keys are one run of memory, which
+    attention reads by stride.  `length` of `room` positions are filled.
+    """
+
+    def __init__(self, config, batch, room, device="cpu"):
+        c = config
+        self.kv = T.empty((c.layers, 2, batch, c.kv_heads, room, c.head_dim), device=device)
+        self.batch, self.room, self.length = batch, room, 0
+
+    def slots(self, layer, which, batch, start, end):
+        """Positions start to end of k (which 0) or v (1): a view [batch, end - start, heads, dim].
+        """
+        _, _, rows, heads, positions, dim = self.kv.strides
+        shape = (batch, end - start, self.kv.shape[3], self.kv.shape[5])
+        offset = layer*self.kv.strides[0] + which*self.kv.strides[1] + start*positions
+        return self.kv.view(shape, (rows, positions, heads, dim), offset)
+
+    def join(self, layer, k, v):
+        """Put k, v [batch or 1, n, kv_heads, head_dim] behind layer's; views of all so far.
+
+        A batch of 1 is written to every row: samples that share a prompt compute it once.
+        """
+        seen = []
+        for which, t in enumerate((k, v)):
+            end = self.length + t.shape[1]
+            into = self.slots(layer, which, self.batch, self.length, end)
+            T.copy(T.expand(t, into.shape, "cache"), into)
+            seen.append(self.slots(layer, which, t.shape[0], 0, end))
+        return seen
+
+
 class Decoder:
     """A decoder-only transformer in Qwen3's form (Llama's without qk_norm).
 
@@ -282,26 +321,30 @@ class Decoder:
         """All gradients := 0."""
         T.fill(self.arena.grads, 0.0)
 
-    def rope(self, seq):
-        """cos and sin [seq, head_dim/2]; the tables grow by doubling and are kept."""
-        if self.tables is None or self.tables[0].shape[0] < seq:
-            length = 1 << (seq - 1).bit_length()
+    def rope(self, seq, start=0):
+        """cos and sin [seq, head_dim/2] of positions from start on; the tables grow by doubling.
+        """
+        end = start + seq
+        if self.tables is None or self.tables[0].shape[0] < end:
+            length = 1 << (end - 1).bit_length()
             c = self.config
             self.tables = T.cos_sin(length, c.head_dim, c.rope_theta, device=self.device)
-        return [t.view((seq, t.shape[1])) for t in self.tables]
+        return [t.view((seq, t.shape[1]), offset=start*t.shape[1]) for t in self.tables]
 
-    def block(self, i, first_sequence):
+    def block(self, i, first_sequence, cache=None):
         """Layer i as a function of the residual stream alone: what recompute runs again."""
         c, w = self.config, self.arena.physical
-        cos_sin, dropout = self.rope, c.dropout if self.training else 0.0
+        start = 0 if cache is None else cache.length
+        dropout = c.dropout if self.training and cache is None else 0.0
 
         def run(x):
             B, S, _ = x.shape
             site = lambda place: Dropout(dropout, self.seed, first_sequence, 4*i + place)
             y = A.add_rmsnorm(x, None, w[f"{i}.norm1"], c.norm_eps)
             qkv = A.linear(y, w[f"{i}.qkv"])
-            q, k, v = A.qk_norm_rope(qkv, *cos_sin(S), c.heads, c.kv_heads, w.get(f"{i}.q_norm"),
-                                     w.get(f"{i}.k_norm"), c.norm_eps)
+            q, k, v = A.qk_norm_rope(qkv, *self.rope(S, start), c.heads, c.kv_heads,
+                                     w.get(f"{i}.q_norm"), w.get(f"{i}.k_norm"), c.norm_eps)
+            k, v = (k, v) if cache is None else cache.join(i, k, v)
             a = A.attention(q, k, v, c.flash).reshape(B, S, c.heads*c.head_dim)
             x = A.linear(a, w[f"{i}.o"], residual=x, dropout=site(0))
             y = A.add_rmsnorm(x, None, w[f"{i}.norm2"], c.norm_eps)
@@ -310,12 +353,15 @@ class Decoder:
 
         return run
 
-    def hidden(self, tokens, order=None, first_sequence=0):
-        """The normed residual stream [batch, seq, dim] after the last block."""
+    def hidden(self, tokens, order=None, first_sequence=0, cache=None):
+        """The normed residual stream [batch, seq, dim] after the last block.
+
+        With a cache the tokens come after those that it holds (under no_grad: it has no gradient).
+        """
         w = self.arena.physical
         x = A.embed(tokens, w["embed"], order)
         for i in range(self.config.layers):
-            run = self.block(i, first_sequence)
+            run = self.block(i, first_sequence, cache)
             x = A.recompute(run, x) if self.config.recompute else run(x)
         return A.add_rmsnorm(x, None, w["norm"], self.config.norm_eps)
 
@@ -327,6 +373,28 @@ class Decoder:
         """Logits [batch, seq, vocab_size] of tokens [batch, seq]."""
         tokens = self.ids("tokens", tokens)
         return A.linear(self.hidden(tokens), self.head())[..., :self.config.vocab_size]
+
+    def cache(self, batch, length):
+        """A Cache for `batch` sequences of at most `length` tokens; give it to `decode`."""
+        return Cache(self.config, batch, length, self.device)
+
+    def decode(self, tokens, cache):
+        """Logits [batch, vocab_size] after the last of tokens [batch, n], which follow the cached.
+
+        A batch of 1 fills every row of the cache.  No dropout, nothing is recorded.  ValueError if
+        the cache is full or of another batch.  Past max_seq RoPE simply goes on.
+        """
+        tokens = self.ids("tokens", tokens)
+        batch, n = tokens.shape
+        if batch not in (1, cache.batch):
+            raise ValueError(f"decode: {batch} sequences, but the cache holds {cache.batch}")
+        if cache.length + n > cache.room:
+            raise ValueError(f"decode: the cache has room for {cache.room} tokens, "
+                             f"{cache.length} + {n} do not fit")
+        with A.no_grad():
+            last = self.hidden(tokens, cache=cache)[:, -1]
+            cache.length += n
+            return A.linear(last, self.head())[..., :self.config.vocab_size]
 
     def loss(self, tokens, targets, order=None, first_sequence=0, denominator=None, now=False):
         """Mean cross-entropy over counted targets, a 0-d tensor: call backward() on it.
@@ -534,37 +602,59 @@ def config_from_json(j):
         max_seq=j.get("max_position_embeddings", 1024))
 
 
-def save_pretrained(model, folder):
-    """Write config.json and model.safetensors (fp32), which transformers' from_pretrained opens."""
+# A dtype in the words of config.json and of safetensors.
+FILE_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+
+
+def save_pretrained(model, folder, dtype="f32", tokenizer=None):
+    """Write config.json and model.safetensors, which transformers' from_pretrained opens.
+
+    dtype: "f32" keeps every bit, "bf16" rounds to nearest even.  ValueError for others.  With a
+    tokenizer its files too, and generation_config.json, which says what ends a text.
+    """
+    if dtype not in FILE_DTYPES:
+        raise ValueError(f"save_pretrained: dtype {dtype!r} is not one of {', '.join(FILE_DTYPES)}")
     os.makedirs(folder, exist_ok=True)
-    text = json.dumps(config_json(model.config), indent=2) + "\n"
-    with open(os.path.join(folder, "config.json"), "w") as f:
-        f.write(text)
-    arrays = {name: p.numpy() for name, p in model.parameters().items()}
-    save_arrays(arrays, os.path.join(folder, "model.safetensors"))
+    write_json(os.path.join(folder, "config.json"), config_json(model.config, FILE_DTYPES[dtype]))
+    weights = {name: T.packed(T.cast(p, dtype)) for name, p in model.parameters().items()}
+    save_arrays({name: t.array() for name, t in weights.items()},
+                os.path.join(folder, "model.safetensors"))
+    if tokenizer is not None:
+        tokenizer.save(folder)
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
+        write_json(os.path.join(folder, "generation_config.json"), ends)
 
 
 def save_arrays(arrays, path):
-    """Write {name: array} as a safetensors file; a full disk is an OSError.
+    """Write {name: array} as a safetensors file; uint16 is the bits of bf16.
 
-    One metadata key: with more, the writer orders them at random and equal states differ as files.
+    The header's length, the header as JSON, then all bytes.  By hand, since safetensors' NumPy
+    writer knows no bf16 and hides the system's error on a full disk.  One metadata key, which
+    transformers asks for, and sorted names: equal states are equal files.
     """
-    try:
-        safetensors.numpy.save_file(arrays, path, {"format": "pt"})
-    except safetensors.SafetensorError as e:
-        number = re.search(r"os error (\d+)", str(e))       # it wraps the system's error in text
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), path) from None
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, x in sorted(arrays.items()):
+        header[name] = {"dtype": {"float32": "F32", "uint16": "BF16"}[x.dtype.name],
+                        "shape": x.shape, "data_offsets": [at, at + x.nbytes]}
+        at += x.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" "*(-len(text) % 8)               # tensors start at a multiple of 8 bytes
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for _, x in sorted(arrays.items()):
+            f.write(np.ascontiguousarray(x).data)
 
 
 def weight_files(folder):
     """The safetensors files of a folder: model.safetensors if it is there, else its index's."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.exists(index) and not os.path.exists(os.path.join(folder, "model.safetensors")):
-        with open(index) as f:
-            names = sorted(set(json.load(f)["weight_map"].values()))
-        return [os.path.join(folder, name) for name in names]
+        try:
+            with open(index, encoding="utf-8") as f:
+                names = sorted(set(json.load(f)["weight_map"].values()))
+            return [os.path.join(folder, name) for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise Refused(f"{index}: not an index of weights ({type(e).__name__}: {e})") from None
     return [os.path.join(folder, "model.safetensors")]
 
 
@@ -573,12 +663,15 @@ def read_safetensors(path):
 
     Through deserialize, since safetensors' NumPy loader knows no bf16.
     """
-    with open(path, "rb") as f:
-        raw = f.read()
     try:
-        entries = safetensors.deserialize(raw)
+        with open(path, "rb") as f:
+            entries = safetensors.deserialize(f.read())
+    except FileNotFoundError:
+        raise Refused(f"{path}: no such file; a model's folder holds its weights as "
+                      "model.safetensors beside config.json") from None
     except safetensors.SafetensorError as e:
-        raise Refused(f"{path}: not a whole safetensors file ({e})") from None
+        raise Refused(f"{path}: not a whole safetensors file ({e}): copy it again, or take another "
+                      "checkpoint") from None
     kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
     for name, entry in entries:
         if entry["dtype"] not in kinds:
@@ -620,7 +713,401 @@ def load_pretrained(folder, device="cpu", dtype="f32"):
     return model.eval()
 
 
-# ---- 9. Checkpoints ------------------------------------------------------------------------------
+# ---- 7. Tokenizer --------------------------------------------------------------------------------
+# One mechanism, a byte-level BPE of the `tokenizers` library: `bpe:N` learns its merges, `gpt2` has
+# GPT-2's, `bytes` has none.  Every byte string has ids, so that there is no unknown token.
+
+END_OF_TEXT = "<|endoftext|>"       # separates documents; the last id, made by no text
+PIECE, LONGEST = 1 << 16, 1 << 18   # characters of a piece: wanted, and at most
+
+
+def say(line):
+    """Tell the user something that is no error, on stderr: stdout belongs to results."""
+    print(f"xtrain: {line}", file=sys.stderr, flush=True)
+
+
+def byte_symbols():
+    """The 256 characters that stand for the bytes in a byte-level BPE's files (GPT-2's choice).
+
+    A printable byte is its own Latin-1 character; the others take U+0100, U+0101, ... in order.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (chr(256 + i) for i in range(256))
+    return [chr(b) if b in printable else next(others) for b in range(256)]
+
+
+SYMBOLS = byte_symbols()
+BYTE_OF = {symbol: b for b, symbol in enumerate(SYMBOLS)}
+
+# No pre-token of GPT-2, Qwen or Llama holds a character other than space followed by a space, or a
+# letter or digit followed by a line end.  (A line end may stick to punctuation before it.)
+SAFE_CUT = re.compile(r"[^\s](?= )|[^\W_](?=[\r\n])")
+
+
+def pieces(blocks, separator=END_OF_TEXT):
+    """Cut text into pieces that can be encoded one by one -> yields (text, ends a document).
+
+    blocks: iterable of str; where it is cut says nothing.  separator: what documents are split at,
+    and left out; None for one document.  Documents of white space alone are left out.  A document
+    is cut after 65,536 characters at the first place that no token crosses, so that pieces and
+    whole have the same ids; only 262,144 characters without such a place are cut anywhere.
+    """
+    blocks, buffer, at, whole = iter(blocks), "", 0, False
+    width, inside = len(separator or ""), False
+    while True:
+        # a decision needs to see as far as it may reach, else it would depend on the blocks
+        while not whole and len(buffer) - at < LONGEST + width:
+            block = next(blocks, None)
+            buffer, at, whole = buffer[at:] + (block or ""), 0, block is None
+        if at == len(buffer):
+            break
+        wanted, end = at + PIECE, -1
+        if separator:
+            end = buffer.find(separator, at, wanted + width)
+        if end < 0:
+            most = min(at + LONGEST, len(buffer))
+            found = SAFE_CUT.search(buffer, wanted, most) if wanted < most else None
+            cut = found.end() if found else most
+            end = buffer.find(separator, wanted, cut + width - 1) if separator else -1
+        text, ends = (buffer[at:cut], False) if end < 0 else (buffer[at:end], True)
+        at += len(text) + width*ends
+        if inside or not text.isspace() and text:
+            yield text, ends
+            inside = not ends
+    if inside:
+        yield "", True
+
+
+class Tokenizer:
+    """Text <-> ids, by a byte-level BPE.
+
+    kind         "bpe:600", "gpt2", "bytes"
+    vocab_size   number of ids, end of text included (the highest id + 1)
+    eot          id of end of text, which no text encodes to; None if a loaded one has none
+    pieces       the bytes of each id; b"" for end of text and other special ones
+    lengths      int64 [vocab_size], how many they are: what bits per byte is counted with
+    """
+
+    def __init__(self, core, kind, eot):
+        """core: a tokenizers.Tokenizer with byte-level symbols; KeyError if they are not."""
+        core.encode_special_tokens = True       # text that spells a special token stays text
+        self.core, self.kind, self.eot = core, kind, eot
+        vocab, added = core.get_vocab(), core.get_added_tokens_decoder()
+        self.vocab_size = max(vocab.values()) + 1
+        self.pieces = [b""]*self.vocab_size
+        for symbol, i in vocab.items():
+            if i not in added:
+                self.pieces[i] = bytes(BYTE_OF[c] for c in symbol)
+            elif not added[i].special:
+                self.pieces[i] = symbol.encode()
+        self.lengths = np.array([len(piece) for piece in self.pieces], np.int64)
+
+    # -- making one
+
+    @staticmethod
+    def parse(spec):
+        """A `--tokenizer` string -> ("bpe", ids in all), ("gpt2", None) or ("bytes", None)."""
+        found = re.fullmatch("bpe:([0-9]{1,9})", spec)
+        size = int(found[1]) if found else None
+        if spec in ("gpt2", "bytes") or size and 257 <= size <= 1_000_000:
+            return (spec if size is None else "bpe"), size
+        raise Refused(f"--tokenizer {spec!r}: give gpt2, bytes, or bpe:N with N from 257 to "
+                      "1000000 ids in all")
+
+    @classmethod
+    def make(cls, spec, texts=()):
+        """The tokenizer of a `--tokenizer` string; bpe:N learns from texts, an iterable of str."""
+        kind, size = cls.parse(spec)
+        return cls.train(texts, size) if kind == "bpe" else getattr(cls, kind)()
+
+    @classmethod
+    def assemble(cls, kind, vocab=None, merges=None, trainer=None, texts=()):
+        """Vocabulary {symbols: id} and merges, given or learned; end of text gets the last id."""
+        core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+        core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = tokenizers.decoders.ByteLevel()
+        if trainer:
+            core.train_from_iterator(texts, trainer)
+        core.add_special_tokens([END_OF_TEXT])
+        return cls(core, kind, core.token_to_id(END_OF_TEXT))
+
+    @classmethod
+    def train(cls, texts, size):
+        """Learn a BPE of `size` ids from texts, an iterable of str that is read once.
+
+        Equal texts give equal ids.  Pairs seen once are not merged: a small corpus gives fewer ids,
+        which is said.  Memory follows the number of different words, not the length of the text.
+        """
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=size - 1, min_frequency=2, show_progress=False, initial_alphabet=SYMBOLS)
+        made = cls.assemble(f"bpe:{size}", trainer=trainer, texts=texts)
+        if made.vocab_size < size:
+            say(f"bpe:{size}: the corpus has too few different words, going on with "
+                f"{made.vocab_size} ids")
+        return made
+
+    @classmethod
+    def bytes(cls):
+        """The id of a byte is its value, 256 is end of text."""
+        return cls.assemble("bytes", {symbol: b for b, symbol in enumerate(SYMBOLS)}, [])
+
+    @classmethod
+    def gpt2(cls):
+        """GPT-2's 50257 ids, from tiktoken's ranks: the two parts that BPE merges into each token
+        are what its bytes come to with the merges before it."""
+        ranks = gpt2_ranks()
+        symbols = {token: "".join(SYMBOLS[b] for b in token) for token in ranks}
+        merges = []
+        for token in sorted((t for t in ranks if len(t) > 1), key=ranks.get):
+            left, right = bpe_parts(token, ranks)
+            merges.append((symbols[left], symbols[right]))
+        return cls.assemble("gpt2", {symbols[t]: rank for t, rank in ranks.items()}, merges)
+
+    # -- text and ids
+
+    def encode(self, text):
+        """The ids of a text, a list; end of text is never one of them."""
+        return self.core.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts):
+        """The ids of several texts, encoded in parallel."""
+        batch = self.core.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
+
+    def stream(self, texts):
+        """Encode what `pieces` yields in bounded memory: yields (ids, text, ends a document).
+
+        ids: int64 array; end of text closes it where a document ends.
+        """
+        waiting, characters = [], 0
+        for piece in itertools.chain(texts, [None]):
+            if piece is None or characters >= 8*PIECE:
+                for ids, (text, ends) in zip(self.encode_batch(t for t, _ in waiting), waiting):
+                    yield np.array(ids + [self.eot]*ends, np.int64), text, ends
+                waiting, characters = [], 0
+            if piece is not None:
+                waiting.append(piece)
+                characters += len(piece[0])
+
+    def decode_bytes(self, ids):
+        """The bytes of ids; special ones, and ids that do not exist, have none."""
+        return b"".join(self.pieces[i] for i in ids if 0 <= i < self.vocab_size)
+
+    def decode(self, ids):
+        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    @property
+    def digest(self):
+        """SHA-256 (hex) of what each id means: equal for tokenizers with the same vocabulary."""
+        lengths = self.lengths.tobytes()
+        return hashlib.sha256(lengths + b"".join(self.pieces) + repr(self.eot).encode()).hexdigest()
+
+    # -- files
+
+    def save(self, folder):
+        """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer opens.
+        """
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "xtrain_kind": self.kind,
+                  "add_prefix_space": False, "clean_up_tokenization_spaces": False,
+                  "model_max_length": 10**30}
+        if self.eot is not None:
+            end = self.core.id_to_token(self.eot)
+            config |= {"bos_token": end, "eos_token": end}
+        os.makedirs(folder, exist_ok=True)
+        self.core.save(os.path.join(folder, "tokenizer.json"))
+        with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
+            f.write(json.dumps(config, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder):
+        """The tokenizer of a folder's tokenizer.json, any byte-level BPE; Refused if it is not."""
+        path = os.path.join(folder, "tokenizer.json")
+        try:
+            with open(path, encoding="utf-8") as f:
+                text = f.read()
+            check_byte_level(json.loads(text))
+            core = tokenizers.Tokenizer.from_str(text)
+            config = load_if_there(os.path.join(folder, "tokenizer_config.json"))
+            end = config.get("eos_token")
+            end = end.get("content") if isinstance(end, dict) else end
+            eot = core.token_to_id(END_OF_TEXT)
+            if eot is None and end:
+                eot = core.token_to_id(end)
+            return cls(core, config.get("xtrain_kind", f"bpe:{core.get_vocab_size()}"), eot)
+        except FileNotFoundError:
+            raise Refused(f"{path}: no such file; give a folder with a tokenizer.json") from None
+        # what `tokenizers` raises is a plain Exception
+        except Exception as e:
+            raise Refused(f"{path}: not a byte-level BPE that can be used "
+                          f"({type(e).__name__}: {one_line(e)}); GPT-2's, Qwen's and Llama 3's "
+                          "are, SentencePiece ones are not") from None
+
+
+def one_line(error):
+    """The text of an exception without its line breaks."""
+    return " ".join(str(error).split())
+
+
+def load_if_there(path):
+    """A JSON file's object, or {} where there is none."""
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def check_byte_level(j):
+    """ValueError unless tokenizer.json's object j is a BPE over bytes."""
+    model, before = j.get("model") or {}, j.get("pre_tokenizer") or {}
+    steps = [before, *before.get("pretokenizers", [])]
+    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+        raise ValueError(f"its model is {model.get('type')!r}, byte_fallback "
+                         f"{model.get('byte_fallback')}")
+    if not any(step.get("type") == "ByteLevel" for step in steps):
+        raise ValueError("its pre_tokenizer has no ByteLevel")
+
+
+def gpt2_ranks():
+    """{bytes of a token: id} of GPT-2, from tiktoken's cache or its download."""
+    import tiktoken                 # takes a while, and only `gpt2` needs it
+    try:
+        return tiktoken.get_encoding("gpt2")._mergeable_ranks
+    except Exception as e:          # whatever requests, DNS, a proxy or a damaged file may raise
+        site = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+        files = " and ".join(f"{name} as {hashlib.sha1((site + name).encode()).hexdigest()}"
+                             for name in ("vocab.bpe", "encoder.json"))
+        raise Refused(
+            f"--tokenizer gpt2: its vocabulary is not cached and cannot be fetched "
+            f"({type(e).__name__}); set TIKTOKEN_CACHE_DIR to a folder that holds, from {site}, "
+            f"{files} (the SHA-1 of the address), or use bpe:N or bytes") from None
+
+
+def bpe_parts(token, ranks):
+    """The two tokens that `token` is merged from, by the merges that rank before it."""
+    parts = [token[i:i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, math.inf) for a, b in zip(parts, parts[1:])]
+        i = pairs.index(min(pairs))
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+# ---- 8. Evaluation -------------------------------------------------------------------------------
+
+def evaluate(model, tokens, lengths, seq, batch=8, limit=None):
+    """Held-out loss -> (nats per token, bits per byte).
+
+    tokens: int array [n], cut into windows that do not overlap: each token but the first is
+    predicted once, from those of its window.  lengths: bytes of each id (Tokenizer.lengths).
+    limit: predict only the first so many.  The last batch is filled up with targets of -1, so that
+    all have one shape; windows are shorter than seq only where there are fewer tokens.  Dropout and
+    recording are off; the model's mode is put back.  Refused if there is nothing to predict.
+
+    Bits per byte = (sum of nats) / (ln 2 · bytes of the targets), comparable between tokenizers;
+    NaN if the targets have no bytes (end of text has none, its nats count).
+    """
+    tokens = tokens[:None if limit is None else limit + 1]
+    count = len(tokens) - 1
+    if count < 1:
+        raise Refused(f"evaluation: {len(tokens)} tokens are too few, at least 2 are needed "
+                      "(one to read, one to predict): give more text, or a larger --eval-tokens")
+    seq = min(seq, count)
+    batch = min(batch, -(-count//seq))
+    nats, size, training = 0.0, 0, model.training
+    model.eval()
+    try:
+        for start in range(0, count, batch*seq):
+            window = np.asarray(tokens[start:start + batch*seq + 1], np.int64)
+            inputs, targets = (np.full(batch*seq, fill, np.int64) for fill in (0, -1))
+            n = len(window) - 1
+            inputs[:n], targets[:n] = window[:-1], window[1:]
+            with A.no_grad():
+                loss = model.loss(inputs.reshape(batch, seq), targets.reshape(batch, seq))
+            nats += loss.item()*n
+            size += int(lengths[window[1:]].sum())
+    finally:
+        model.train(training)
+    return nats/count, nats/(math.log(2)*size) if size else math.nan
+
+
+# ---- 9. Generation -------------------------------------------------------------------------------
+
+PREFILL = 512                       # tokens of a prompt at a time: bounds the activations' memory
+
+
+def choose(logits, u, temperature, top_k=None, top_p=1.0):
+    """One id of logits [vocab], by u, a number uniform in [0, 1); temperature 0 is the argmax.
+
+    Softmax of logits/temperature; of that the top_k likeliest ids (all that tie with the last);
+    of those, renormalised, the fewest whose probabilities reach top_p (nucleus sampling; Holtzman
+    et al., 2020), at least one.  The order is transformers'.  In float64, on the host.
+    """
+    top = logits.max()
+    if not math.isfinite(top):
+        raise Refused("the model's logits are not finite: its weights are damaged or its training "
+                      "diverged; take an earlier checkpoint")
+    if temperature == 0:
+        return int(logits.argmax())
+    with np.errstate(over="ignore"):            # a tiny temperature: -inf is what it means
+        x = (logits.astype(np.float64) - top)/temperature
+    if top_k is not None and top_k < x.size:
+        x[x < np.partition(x, -top_k)[-top_k]] = -np.inf
+    p = np.exp(x)
+    p /= p.sum()
+    if top_p < 1:
+        order = np.argsort(-p, kind="stable")
+        before = np.cumsum(p[order]) - p[order]     # what the likelier ids reach without this one
+        p[order[before >= top_p]] = 0
+    total = np.cumsum(p)
+    # The first id whose cumulative probability exceeds u; rounding must not lead past the last one
+    at = min(u*total[-1], np.nextafter(total[-1], 0))
+    return int(np.searchsorted(total, at, side="right"))
+
+
+def uniforms(seed, index):
+    """Endless numbers in [0, 1), 53 bits each: the stream of sample `index` (Philox4x64)."""
+    words = np.random.Philox(key=np.array([seed, index], np.uint64))
+    while True:
+        yield (words.random_raw() >> 11)*2.0**-53
+
+
+def generate_batch(model, ids, max_new, temperature=1.0, top_k=None, top_p=1.0, seed=0,
+                   indices=(0,), stop=None):
+    """Continue the prompt `ids` once for each of `indices`, all together; see `choose`.
+
+    Yields lists, at most max_new: the next id of each sample, or None where one has ended.  A
+    sample ends before the id `stop`, which is not part of it.  Sample i depends on seed and i
+    alone, not on what else is computed along with it.
+    """
+    if not len(ids):
+        raise Refused("generate: the prompt is empty: start from end of text")
+    cache, going = model.cache(len(indices), len(ids) + max_new), [True]*len(indices)
+    streams = [uniforms(seed, i) for i in indices]
+    for start in range(0, len(ids), PREFILL):
+        logits = model.decode([ids[start:start + PREFILL]], cache)
+    logits = np.repeat(logits.numpy(), len(indices), 0)
+    for n in range(max_new):
+        new = [choose(row, next(u), temperature, top_k, top_p) for row, u in zip(logits, streams)]
+        going = [on and i != stop for on, i in zip(going, new)]
+        if not any(going):
+            return
+        yield [i if on else None for on, i in zip(going, new)]
+        if n + 1 < max_new:     # rows that have ended are computed on and not looked at
+            logits = model.decode(np.array(new)[:, None], cache).numpy()
+
+
+def generate(model, ids, max_new, temperature=1.0, top_k=None, top_p=1.0, seed=0, index=0,
+             stop=None):
+    """Yield at most max_new ids that continue the prompt `ids`: sample `index` of `seed`.
+
+        for i in generate(model, tokenizer.encode("Once"), 100, stop=tokenizer.eot): ...
+    """
+    for new in generate_batch(model, ids, max_new, temperature, top_k, top_p, seed, (index,), stop):
+        yield new[0]
+
+
+# ---- 10. Checkpoints -----------------------------------------------------------------------------
 # A checkpoint `step-00000100` is a Hugging Face folder with two files more: optimizer.safetensors
 # (m.<name>, v.<name>) and state.json (the step, the settings, a sha256 of every other file).
 
@@ -697,11 +1184,7 @@ def save_checkpoint(run, model, optimizer, tokenizer, state):
     tokenizer may be None.  state: whatever JSON can hold; `load_state` gives it back.
     """
     def write(folder):
-        save_pretrained(model, folder)
-        if tokenizer is not None:
-            tokenizer.save(folder)
-            ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
-            write_json(os.path.join(folder, "generation_config.json"), ends)
+        save_pretrained(model, folder, tokenizer=tokenizer)
         save_arrays(optimizer.state(), os.path.join(folder, "optimizer.safetensors"))
         sums = {name: sha256(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
         whole = state | {"sha256": sums}
@@ -752,7 +1235,7 @@ def prune(run, keep, best=None):
             discard(steps[step])
 
 
-# ---- 10. Command lines ---------------------------------------------------------------------------
+# ---- 11. Command lines --------------------------------------------------------------------------
 # What train.py and sample.py share: a dataclass of settings is the command line, bad input is one
 # line on stderr, and an exit code says how it ended.
 
@@ -871,8 +1354,8 @@ def toml_flags(path):
 def checkpoints(folder):
     """{step: path} of the complete checkpoints of a run folder, in rising order.
 
-    A folder gets its name when it is complete (it is written under one that starts with a dot), so
-    the name is the proof.
+    A folder gets its name when it is complete (it is written under one that starts with a dot); a
+    copy that was cut short shows in what it lacks.
     """
     try:
         names = os.listdir(folder)
@@ -880,7 +1363,9 @@ def checkpoints(folder):
         return {}
     found = {int(m[1]): os.path.join(folder, m[0])
              for m in (re.fullmatch(r"step-(\d{8,})", name) for name in names) if m}
-    return dict(sorted(found.items()))
+    return {step: path for step, path in sorted(found.items())
+            if all(os.path.exists(os.path.join(path, name))
+                   for name in ("config.json", "model.safetensors"))}
 
 
 def find_model(path=None, runs="runs"):
