@@ -50,6 +50,8 @@ import autograd as A
 import tensor as T
 from tensor import Dropout, Tensor
 
+__version__ = "0.1.0"
+
 # ---- 1. Config and presets -----------------------------------------------------------------------
 
 class Refused(ValueError):
@@ -1447,6 +1449,11 @@ def exit_code(main, argv):
         where = f"{e.filename}: " if e.filename else ""
         return complain(f"{where}{e.strerror}" + (": free some space" if full else ""),
                         4 if full else 2)
+
+
+def terminal():
+    """Can stderr show a bar that is drawn over and over?"""
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def complain(message, code):
