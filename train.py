@@ -684,8 +684,9 @@ class Run:
         return model.train()
 
     def complete_settings(self):
-        """Fill in what follows from other settings."""
+        """Fill in what follows from other settings; it is stored as not given, to follow again."""
         s = self.s
+        self.stored = {k: v for k, v in dataclasses.asdict(s).items() if k not in OWN}
         s.min_lr = s.lr/10 if s.min_lr is None else s.min_lr
         s.warmup = min(100, s.steps//10) if s.warmup is None else s.warmup
         s.eval_every = max(1, s.steps//5) if s.eval_every is None else s.eval_every
@@ -741,7 +742,7 @@ class Run:
         """
         state = {"step": self.step, "sequences": self.sequences, "best": self.best,
                  "bad_evaluations": self.bad_evaluations, "data": self.tokens.digest,
-                 "versions": versions(self.machine), "settings": stored_settings(self.s)}
+                 "versions": versions(self.machine), "settings": self.stored}
         path = xtrain.save_checkpoint(folder, self.model, self.optimizer, self.tokenizer, state)
         best = self.best["step"] if self.best else None
         if best is not None:
@@ -757,11 +758,6 @@ class NonFinite(Exception):
     def __init__(self, step, loss, norm):
         super().__init__(f"step {step}: loss {loss}, gradient norm {norm}: the weights have run "
                          "away; try a lower --lr, a longer --warmup or a smaller --grad-clip")
-
-
-def stored_settings(s):
-    """The settings that a resumed run takes over."""
-    return {k: v for k, v in dataclasses.asdict(s).items() if k not in OWN}
 
 
 def stored_tokenizer(folder, given):
@@ -782,7 +778,7 @@ def vocab_size(asked, tokenizer):
 def versions(machine):
     """What "the same bits" depends on."""
     return {"xtrain": xtrain.__version__, "python": platform.python_version(),
-            "numpy": np.__version__, "machine": machine.name.split(",")[0], "dtype": machine.dtype}
+            "numpy": np.__version__, "core": machine.core, "dtype": machine.dtype}
 
 
 def claim_folder(s, source):
@@ -790,9 +786,9 @@ def claim_folder(s, source):
 
     Refused if it holds a run already, is a file or cannot be written.
     """
-    resumed = source and os.path.dirname(os.path.abspath(source))
-    if s.out is None and resumed and os.path.exists(os.path.join(resumed, "metrics.jsonl")):
-        return os.path.relpath(resumed), False
+    resumed = source and os.path.dirname(os.path.normpath(source)) or "."
+    if source and s.out is None and os.path.exists(os.path.join(resumed, "metrics.jsonl")):
+        return resumed, False
     try:
         for n in itertools.count(1):
             folder = s.out or os.path.join("runs", f"{s.preset}-{n}")
@@ -806,7 +802,7 @@ def claim_folder(s, source):
     except OSError as e:
         raise Refused(f"--out {folder}: {e.strerror}; choose another folder") from None
     taken = os.path.exists(os.path.join(folder, "metrics.jsonl")) or xtrain.checkpoints(folder)
-    if taken and not (resumed and os.path.samefile(folder, resumed)):
+    if taken and not (source and os.path.samefile(folder, resumed)):
         raise Refused(f"--out {folder}: holds a run already; go on with it by --resume {folder}, "
                       "or choose another folder")
     return folder, made
@@ -1067,10 +1063,10 @@ def evaluate(run, metrics, progress):
 
 
 def sample(run, count):
-    """A text of so many tokens from the model as it is, from end of text; the same for a step."""
+    """A text of so many tokens from the model as it is; where one ends, the next one begins."""
     model, s = run.model, run.s
     ids = xtrain.generate(model.eval(), [run.tokenizer.eot], count, temperature=0.8, top_k=50,
-                          seed=s.seed, stop=run.tokenizer.eot)
+                          seed=s.seed)
     text = run.tokenizer.decode(list(ids))
     model.train()
     return text

@@ -1394,12 +1394,12 @@ def find_model(path=None, runs="runs"):
 
 
 class Machine(typing.NamedTuple):
-    """Where a run computes: device, dtype, a name for people, threads, peak FLOP/s (measured)."""
+    """Where a run computes."""
     device: str
     dtype: str
-    name: str
-    threads: int
-    peak: float
+    core: str           # device and instruction set: with another, results differ in the last bits
+    name: str           # for people
+    peak: float         # FLOP/s, measured
 
 
 def machine(device="auto", dtype="auto", threads=None):
@@ -1415,7 +1415,7 @@ def machine(device="auto", dtype="auto", threads=None):
         T.set_threads(threads)
     count = T.threads()
     name = f"cpu ({T.ISA}, {count} thread{'s' if count > 1 else ''})"
-    return Machine("cpu", "f32", name, count, T.peak_flops())
+    return Machine("cpu", "f32", f"cpu {T.ISA}", name, T.peak_flops())
 
 
 def peak_memory():
