@@ -1073,8 +1073,10 @@ def sample(run, count):
 
 
 def indented(text):
-    """A text as a quotation, one tab-free line at a time."""
-    return "\n".join("    | " + line for line in text.expandtabs(4).splitlines())
+    """A text as a quotation; control characters would play tricks on the terminal."""
+    lines = text.expandtabs(4).split("\n")
+    return "\n".join("    | " + "".join(c if c.isprintable() else "\ufffd" for c in line)
+                     for line in lines)
 
 
 def finish(run, folder, clock, why, caught):

@@ -1314,7 +1314,7 @@ def parse(settings, parser, argv, source=""):
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
         what = "unknown flag" if name.startswith("-") else "belongs to no flag:"
-        raise Refused(f"{source}{what} {unknown[0]}: {hint}")
+        raise Refused(f"{source}{what} {name}: {hint}")
     fields = {f.name: f for f in dataclasses.fields(settings)}
     for name, value in vars(given).items():
         check_limits(source + flag(name), value, fields[name].metadata)
