@@ -26,16 +26,22 @@ differences.  Errors are relative to the largest entry.  No tolerance is tuned t
 contract is 1e-4, and what is held here is 1e-5.
 """
 import contextlib
+import dataclasses
+import errno
 import gc
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from functools import cache, partial
 from typing import Callable, NamedTuple
@@ -47,6 +53,7 @@ import pytest
 
 import autograd as ag
 import tensor
+import train
 import xtrain
 
 TOLERANCE = 1e-5                # relative to the largest entry, forward and backward
@@ -1916,7 +1923,7 @@ def left_behind(log, model, opt):
             "m": opt.m.numpy(), "v": opt.v.numpy()}
 
 
-def train(model, opt, steps=range(4), batch=4, seq=66, accum=1):
+def train_on(model, opt, steps=range(4), batch=4, seq=66, accum=1):
     """Some updates on random batches; returns all that they leave behind.
 
     `steps` are numbers in the whole run, which batches and dropout masks follow from.
@@ -1931,7 +1938,7 @@ def train(model, opt, steps=range(4), batch=4, seq=66, accum=1):
 def fresh(**settings):
     """What train leaves of a new SMALL model."""
     model = build(**{**SMALL, **settings})
-    return train(model, xtrain.AdamW(model, grad_clip=1.0))
+    return train_on(model, xtrain.AdamW(model, grad_clip=1.0))
 
 
 def assert_same_run(a, b):
@@ -2018,17 +2025,17 @@ def test_resume(tmp_path):
     from safetensors.numpy import load_file, save_file
     model = build(**SMALL, dropout=0.1)
     opt = xtrain.AdamW(model, grad_clip=1.0)
-    train(model, opt, range(3))
+    train_on(model, opt, range(3))
     xtrain.save_pretrained(model, str(tmp_path))
     save_file(opt.state(), tmp_path/"optimizer.safetensors")
-    straight = train(model, opt, range(3, 13))
+    straight = train_on(model, opt, range(3, 13))
 
     # all that is left of the first model is its files
     twin = xtrain.load_pretrained(str(tmp_path), device="cpu", dtype="f32").train()
     twin.config.dropout = 0.1                   # no part of a Hugging Face folder
     opt = xtrain.AdamW(twin, grad_clip=1.0)
     opt.load_state(load_file(tmp_path/"optimizer.safetensors"), steps=3)
-    assert_same_run(train(twin, opt, range(3, 13)), straight)
+    assert_same_run(train_on(twin, opt, range(3, 13)), straight)
 
 
 # ---- 9. Accumulation and flash attention --------------------------------------------------------
@@ -2134,7 +2141,7 @@ def test_nothing_is_left():
         before = tensor.pool_stats()["used"]
         model = build(**SMALL)
         opt = xtrain.AdamW(model)
-        train(model, opt, range(2))
+        train_on(model, opt, range(2))
         assert tensor.pool_stats()["used"] >= before + 4*4*model.total_params
         del model, opt
         gc.collect()                            # parameters and arena know each other
@@ -2158,7 +2165,7 @@ def test_padding_stays_zero(settings):
 
     # the gradients are looked at before an update, which clears them
     opt = xtrain.AdamW(model)
-    train(model, opt, range(20), batch=2, seq=20)
+    train_on(model, opt, range(20), batch=2, seq=20)
     model.loss(*batch_of(model.config)).backward()
     flat = dict(weights=arena.weights, gradients=arena.grads, m=opt.m, v=opt.v)
     for name, array in ((n, t.numpy()) for n, t in flat.items()):
@@ -2181,3 +2188,345 @@ def test_instruction_set(name):
     done = subprocess.run([*command, __file__], env={**os.environ, "XTRAIN_ISA": name},
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+# ---- 14. The command that trains ----------------------------------------------------------------
+# Runs of a model so small that a step takes a millisecond, in this process unless a signal or the
+# state of a fresh interpreter is what is tested.
+
+SHORT_RUN = ("--tokenizer=bytes --dim=16 --layers=1 --heads=2 --kv-heads=1 --seq=8 --batch=2 "
+        "--accum-steps=3 --dropout=0.1 --log-every=1 --eval-every=5 --eval-tokens=64 --keep=99 "
+        "--steps=12").split()
+STORY = "".join(f"The {i}th fox sat on a mat of {i*i} straws, and said so.\n" for i in range(18))
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A function that runs train.py's main in an empty folder on a small text -> exit code."""
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path/"cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/"story.txt").write_text(STORY)
+    return lambda *flags: xtrain.exit_code(train.main, ["--data=story.txt", *SHORT_RUN, *flags])
+
+
+def rows_of(run):
+    """metrics.jsonl without the speed, which no two runs share."""
+    with open(os.path.join(run, "metrics.jsonl")) as f:
+        rows = [json.loads(line) for line in f]
+    return [{k: v for k, v in row.items() if k != "tok_s"} for row in rows]
+
+
+def assert_equal_runs(a, b):
+    """Two runs logged the same and ended in the same bits of weights and moments."""
+    assert rows_of(a) == rows_of(b)
+    ends = [list(xtrain.checkpoints(run).values())[-1] for run in (a, b)]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        first, second = (open(os.path.join(end, name), "rb").read() for end in ends)
+        assert first == second, name
+    assert json.load(open(f"{a}/best.json")) == json.load(open(f"{b}/best.json"))
+
+
+@pytest.mark.parametrize("stops", [(7,), (5,), (3, 8), (1, 2, 3, 11)])
+def test_resume_equals_straight(start, stops):
+    """Stopping anywhere (5 is right after an evaluation), once or often, changes no bit."""
+    assert start("--out=straight", "--save-every=1") == 0
+    source = "straight"
+    for i, (stop, then) in enumerate(zip(stops, (*stops[1:], 12))):
+        # go on in a folder of its own, and only up to the next stop
+        shutil.copytree(f"{source}/step-{stop:08d}", f"part{i}/step-{stop:08d}")
+        shutil.copy(f"{source}/metrics.jsonl", f"part{i}/metrics.jsonl")
+        assert start(f"--resume=part{i}", "--save-every=1") == 0
+        source = f"part{i}"
+    assert_equal_runs("straight", source)
+
+
+def test_resume_at_the_end_of_an_epoch(start):
+    """The next epoch's order follows although no state of the loader is saved."""
+    assert start("--out=straight", "--save-every=1", "--steps=30", "--eval-every=30") == 0
+    rows = rows_of("straight")
+    tokens = train.prepare("story.txt", "bytes", progress=False)[1]
+    loader = train.Loader(tokens.train, 8, 2, 3, 1337)
+    end = loader.epoch_steps
+    assert 2 < end < 28 and len(rows) == 31
+    for step in (end - 1, end, end + 1):
+        assert start(f"--resume=straight/step-{step:08d}", "--steps=30", "--eval-every=30",
+                     f"--out=from{step}") == 0
+        assert_equal_runs("straight", f"from{step}")
+
+
+def test_resume_takes_over_settings(start, capsys):
+    """Stored settings are defaults; what may change does; what may not is named; done is done."""
+    assert start("--out=a", "--weight-decay=0.3", "--steps=4") == 0
+    assert xtrain.exit_code(train.main, ["--resume=a", "--data=story.txt", "--steps=6"]) == 0
+    settings = json.load(open("a/settings.json"))
+    assert settings["weight_decay"] == 0.3 and settings["dim"] == 16 and settings["steps"] == 6
+    assert [r["step"] for r in rows_of("a") if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    capsys.readouterr()
+    assert start("--resume=a", "--steps=6") == 0 and "already" in capsys.readouterr().out
+    for flags in (["--dim=32"], ["--seed=1"], ["--tokenizer=bpe:300"], ["--no-qk-norm"],
+                  ["--preset=v1"], ["--vocab-size=300"]):
+        assert start("--resume=a", "--steps=9", *flags) == 2
+        assert flags[0].split("=")[0].replace("--no-", "--") in capsys.readouterr().err
+    open("story.txt", "a").write("One more fox.\n")
+    assert start("--resume=a", "--steps=9") == 2
+    assert "--data" in capsys.readouterr().err and rows_of("a")[-1]["step"] == 6
+
+
+def test_resume_of_an_older_checkpoint_keeps_the_later_one(start):
+    """Nothing is lost when a run is taken up before its end, and the later one is out of the way.
+    """
+    assert start("--out=a", "--save-every=1", "--steps=6") == 0
+    assert start("--resume=a/step-00000003", "--steps=4") == 0
+    assert list(xtrain.checkpoints("a")) == [1, 2, 3, 4]
+    assert os.path.exists("a/.later-step-00000006/model.safetensors")
+    assert rows_of("a")[-1]["step"] == 4
+
+
+def damage(path, how):
+    """Cut a file in half, flip one bit in its middle, or delete it."""
+    data = bytearray(open(path, "rb").read())
+    data[len(data)//2] ^= 1
+    if how == "gone":
+        os.remove(path)
+    else:
+        open(path, "wb").write(data if how == "flipped" else data[:len(data)//2])
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json",
+                                  "config.json", "tokenizer.json"])
+def test_resume_refuses_damage(start, capsys, name, how):
+    """One line that names the file; the run's own files stay as they were."""
+    assert start("--out=a", "--steps=2") == 0
+    before = open("a/metrics.jsonl").read()
+    damage(f"a/step-00000002/{name}", how)
+    capsys.readouterr()
+    assert start("--resume=a", "--steps=3") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and (name in error or how == "gone"), error
+    assert open("a/metrics.jsonl").read() == before
+
+
+def spawn(folder, *flags, **environment):
+    """train.py as a process of its own, in `folder`."""
+    script = os.path.join(os.path.dirname(os.path.abspath(train.__file__)), "train.py")
+    command = [sys.executable, script, "--data=story.txt", *SHORT_RUN, *flags]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+
+
+def wait_for_step(run, step, process):
+    """Return once metrics.jsonl has reached a step."""
+    for _ in range(3000):
+        rows = train.read_metrics(os.path.join(run, "metrics.jsonl"))
+        if rows and rows[-1]["step"] >= step:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_killed_at_any_moment(start, tmp_path, number):
+    """A signal saves and ends with its code, a kill loses what came after the last checkpoint; both
+    go on to the bits of the uninterrupted run."""
+    flags = ["--steps=400", "--eval-every=150", "--save-every=40", "--keep=2"]
+    assert start("--out=straight", *flags) == 0
+    process = spawn(tmp_path, "--out=a", *flags)
+    wait_for_step(tmp_path/"a", 61, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number), err
+    last = list(xtrain.checkpoints("a"))[-1]
+    assert last < 400 and (last % 40 == 0 or number != signal.SIGKILL)
+    assert start("--resume=a", *flags) == 0
+    rows = rows_of("a")
+    assert [r["step"] for r in rows if "loss" in r] == list(range(1, 401))
+    assert_equal_runs("straight", "a")
+
+
+def test_what_a_run_leaves(start, capsys):
+    """Files, metrics, the newest and the best checkpoint, the next command, tokens = speed · time.
+    """
+    assert start("--save-every=1", "--keep=2", "--lr=0.02", "--steps=10") == 0
+    out, run = capsys.readouterr().out, "runs/laptop-1"
+    best = json.load(open(f"{run}/best.json"))
+    rows = [json.loads(line) for line in open(f"{run}/metrics.jsonl")]
+    training, evaluation = ([r for r in rows if key in r] for key in ("loss", "val_loss"))
+    assert [list(r) for r in training] == [["step", "loss", "grad_norm", "lr", "tok_s"]]*10
+    assert [list(r) for r in evaluation] == [["step", "val_loss", "val_bpb"]]*2
+    assert best["val_loss"] == min(r["val_loss"] for r in evaluation)
+    assert list(xtrain.checkpoints(run)) == sorted({9, 10, best["step"]})
+    assert not [name for name in os.listdir(run) if name.startswith(".")]
+    tokens, seconds, speed = re.search(
+        r"trained on ([\d,]+) tokens in ([\d.]+) s: ([\d,]+) tok/s", out).groups()
+    assert int(tokens.replace(",", "")) == 10*2*3*8
+    # the three figures are rounded as they are printed
+    assert abs(480/float(speed.replace(",", "")) - float(seconds)) <= 0.06
+    assert abs(sum(48/r["tok_s"] for r in training) - float(seconds)) <= 0.06
+    assert f"sample.py --model {run}" in out and f"--resume {run}" in out
+    assert start("--steps=1") == 0 and os.path.isdir("runs/laptop-2")
+
+
+def test_logged_loss_is_the_mean_over_the_batch(start):
+    """The first logged loss is that of the fresh model on the loader's first batch."""
+    assert start("--out=a", "--steps=1", "--dropout=0", "--lr=1e-9") == 0
+    tokenizer, tokens = train.prepare("story.txt", "bytes", progress=False)
+    micros, _ = train.Loader(tokens.train, 8, 6, 1, 1337).step(1)
+    model = xtrain.load_pretrained("a/step-00000001")
+    assert abs(model.loss(*micros[0][:2]).item() - rows_of("a")[0]["loss"]) < 1e-5
+
+
+def test_checkpoint_cleans_up_after_a_full_disk(start, monkeypatch, capsys):
+    """Exit 4, one line, earlier checkpoints untouched, nothing half-written."""
+    assert start("--out=a", "--steps=2") == 0
+
+    def full(arrays, path):
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+    monkeypatch.setattr(xtrain, "save_arrays", full)
+    capsys.readouterr()
+    assert start("--resume=a", "--steps=4") == 4
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "No space left" in error and "a/" in error
+    assert [n for n in os.listdir("a") if "step" in n] == ["step-00000002"]
+    assert xtrain.load_state("a/step-00000002")["step"] == 2
+
+
+def test_divergence_stops_with_code_3(start, capsys):
+    """A loss or norm that is not finite: the step, what to try, and the good checkpoint stays."""
+    assert start("--out=a", "--steps=3") == 0
+    capsys.readouterr()
+    assert start("--resume=a", "--steps=60", "--lr=1e30", "--warmup=0", "--save-every=1000",
+                 "--eval-every=1000") == 3
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--lr" in error and "a/step-00000003" in error
+    assert all(math.isfinite(v) for row in rows_of("a") for v in row.values())
+    assert xtrain.load_state("a/step-00000003")["step"] == 3
+
+
+def test_config_file(start, tmp_path):
+    """A TOML file sets what flags set, is checked as they are, and flags win."""
+    (tmp_path/"c.toml").write_text("lr = 0.01\nweight-decay = 0.25\nqk_norm = false\nsteps = 3\n")
+    assert xtrain.exit_code(train.main, ["--data=story.txt", "--config=c.toml", *SHORT_RUN[:-1],
+                                         "--lr=0.02", "--out=a"]) == 0
+    s = json.load(open("a/settings.json"))
+    assert (s["lr"], s["weight_decay"], s["qk_norm"], s["steps"]) == (0.02, 0.25, False, 3)
+
+
+def test_overfit_patience_minutes(start, capsys):
+    """--overfit learns its one batch; --patience and --max-minutes stop early, saved."""
+    assert start("--out=a", "--overfit", "--steps=250", "--lr=0.02", "--dropout=0",
+                 "--eval-every=250") == 0
+    losses = [r["loss"] for r in rows_of("a") if "loss" in r]
+    assert losses[0] > 5 and losses[-1] < 0.2
+    assert start("--out=b", "--steps=400", "--lr=0.02", "--dropout=0", "--eval-every=4",
+                 "--patience=2") == 0
+    evaluations = [r["val_loss"] for r in rows_of("b") if "val_loss" in r]
+    assert len(evaluations) < 100 and min(evaluations) == evaluations[-3]
+    capsys.readouterr()
+    assert start("--out=c", "--steps=100000", "--max-minutes=0.01", "--save-every=100000",
+                 "--eval-every=100000", "--log-every=100000") == 0
+    last, = xtrain.checkpoints("c")
+    assert 0 < last < 100000 and "--max-minutes" in capsys.readouterr().out
+
+
+def test_init_from(start, capsys):
+    """A new run from the weights of a checkpoint: its sizes, its tokenizer, step 1."""
+    assert start("--out=a", "--steps=4") == 0
+    weights = xtrain.load_pretrained("a/step-00000004").parameters()
+    flags = ["--data=story.txt", "--init-from=a/step-00000004", "--seq=8", "--steps=1",
+             "--lr=1e-12", "--out=b", "--weight-decay=0"]
+    assert xtrain.exit_code(train.main, flags) == 0
+    after = xtrain.load_pretrained("b/step-00000001").parameters()
+    for name, p in weights.items():
+        assert_close(after[name].numpy(), p.numpy(), 1e-6, name)
+    assert json.load(open("b/settings.json"))["tokenizer"] == "bytes"
+    capsys.readouterr()
+    assert xtrain.exit_code(train.main, [*flags, "--out=c", "--dim=32"]) == 2
+    assert "--dim 32" in capsys.readouterr().err and not os.path.exists("c")
+
+
+def test_bench_ends_in_json(start, capsys):
+    """The last line is JSON with the contract's keys, and its figures belong together."""
+    assert start("--bench=3", "--vocab-size=300") == 0
+    r = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {"tok_s", "ms", "best_ms", "GFLOP_s", "mfu", "peak_GB", "params_M", "loss", "device",
+            "dtype"} <= set(r)
+    assert abs(r["tok_s"]*r["ms"]/1e3/48 - 1) < 1e-3 and r["best_ms"] <= r["ms"]
+    assert math.isfinite(r["loss"]) and 0 < r["mfu"] < 1 and not os.path.exists("runs")
+
+
+@pytest.mark.parametrize("environment", [{"LC_ALL": "C"}, {"TERM": "dumb", "LC_ALL": "C.UTF-8"}])
+def test_output_to_a_pipe_is_clean(start, tmp_path, environment):
+    """No control characters but line ends, nothing on stderr, text that decodes."""
+    out, err = spawn(tmp_path, "--out=a", "--steps=6", **environment).communicate(timeout=60)
+    text = out.decode()
+    assert not err and not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text), (text, err)
+    assert "held-out loss" in text and "step  6/" not in text and "step 6/6" in text
+
+
+BAD_INPUT = [       # flags, what the one line must contain
+    ("--learning-rate=1", "unknown flag --learning-rate"), ("--head=2", "did you mean --heads?"),
+    ("stray", "stray"), ("--lr=abc", "--lr"), ("--lr=nan", "--lr"), ("--lr=inf", "--lr"),
+    ("--lr=-1", "--lr -1.0: must be > 0"), ("--dim=-4", "--dim -4"), ("--dim=0", "--dim 0"),
+    ("--layers=0", "--layers"), ("--seq=0", "--seq"), ("--batch=0", "--batch"),
+    ("--steps=0", "--steps"), ("--accum-steps=-1", "--accum-steps"), ("--steps=1.5", "--steps"),
+    ("--heads=3", "heads=3"), ("--heads=4 --kv-heads=3", "kv_heads=3"),
+    ("--kv-heads=4", "kv_heads=4"), ("--head-dim=7", "head_dim=7"), ("--dropout=1", "--dropout"),
+    ("--dropout=nan", "--dropout"), ("--preset=huge", "--preset"), ("--seed=-1", "--seed"),
+    ("--vocab-size=100", "--vocab-size 100: bytes has 257"), ("--device=tpu", "--device"),
+    ("--dtype=fp8", "--dtype"), ("--beta2=1", "--beta2"), ("--grad-clip=0", "--grad-clip"),
+    ("--tokenizer=bpe:10", "--tokenizer"), ("--tokenizer=word", "--tokenizer"),
+    ("--data=nowhere.txt", "nowhere.txt: no such"), ("--data=empty.txt", "empty"),
+    ("--data=one.txt", "too few"), ("--data=short.txt --seq=512", "512.* 513 .*21"),
+    ("--data=latin.txt", "latin.txt: not utf-8 at byte 3"),
+    ("--data=bad.jsonl", "bad.jsonl: line 2"), ("--data=folder", "folder"),
+    ("--data=/proc/self/mem", "cannot be read|empty"), ("--resume=nothing", "--resume nothing"),
+    ("--resume=folder", "no checkpoint"), ("--out=story.txt", "--out story.txt"),
+    ("--out=/proc/xtrain", "--out /proc/xtrain"), ("--out=taken", "--resume taken"),
+    ("--config=nowhere.toml", "nowhere.toml"), ("--config=bad.toml", "bad.toml"),
+    ("--config=odd.toml", "odd.toml: unknown flag --heats: did you mean --heads"),
+    ("--init-from=folder", "folder"), ("--threads=0", "--threads"), ("--bench=0", "--bench"),
+    ("--encoding=utf-99", "--encoding"),
+]
+
+
+@pytest.mark.parametrize("flags, wanted", BAD_INPUT, ids=[flags for flags, _ in BAD_INPUT])
+def test_bad_input(start, tmp_path, capsys, flags, wanted):
+    """One line on stderr that names what is wrong, exit code 2, and no run folder left behind."""
+    files = {"empty.txt": b"", "one.txt": b"a", "short.txt": b"a short story, no more",
+             "latin.txt": b"caf\xe9", "bad.jsonl": b'{"text": "good"}\n{"text": \n',
+             "bad.toml": b"lr = = 2", "odd.toml": b"heats = 2", "taken/metrics.jsonl": b""}
+    for folder in ("folder", "taken"):
+        (tmp_path/folder).mkdir()
+    for name, data in files.items():
+        (tmp_path/name).write_bytes(data)
+    before = sorted(os.listdir())
+    assert start(*flags.split()) == 2
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"xtrain: error: .+\n", captured.err), captured.err
+    assert re.search(wanted, captured.err), captured.err
+    assert not os.path.exists("runs") or not os.listdir("runs")
+    assert sorted(set(os.listdir()) - {"cache", "runs"}) == before
+
+
+def test_cuda_without_cupy(start, capsys, monkeypatch):
+    """--device cuda names the extra that brings CuPy."""
+    monkeypatch.setattr(xtrain.importlib.util, "find_spec", lambda name: None)
+    assert start("--device=cuda") == 2 and "'.[cuda]'" in capsys.readouterr().err
+
+
+def test_schedules():
+    """Up in a line, then a half cosine, a late line or nothing; the last step has min_lr."""
+    for name, f in xtrain.SCHEDULES.items():
+        assert abs(f(5, 100, 1.0, 0.1, 10) - 0.5) < 1e-12 and f(10, 100, 1.0, 0.1, 10) == 1.0, name
+        assert abs(f(100, 100, 1.0, 0.1, 10) - (1.0 if name == "constant" else 0.1)) < 1e-12, name
+    assert abs(xtrain.cosine(55, 100, 1.0, 0.1, 10) - 0.55) < 1e-12
+    assert xtrain.wsd(80, 100, 1.0, 0.1, 10) == 1.0 and abs(xtrain.wsd(90, 100, 1.0) - 0.5) < 1e-12
+
+
+def test_readme_names_every_flag():
+    """The README's table of settings is complete."""
+    text = open(os.path.join(os.path.dirname(os.path.abspath(train.__file__)), "README.md")).read()
+    for f in dataclasses.fields(train.Settings):
+        assert f"`{xtrain.flag(f.name)}" in text, f.name

@@ -1,27 +1,192 @@
-"""train: corpora, tokens and the loader.
+"""train: the command line that trains a language model.
 
-1. Corpora    a file, a folder or the standard library -> documents in pieces, in bounded memory
-2. Tokens     documents -> ids in a memory-mapped file, kept in a cache under the content's digest
-3. Loader     the batch of update n, a pure function of n
+    python train.py --flash --kv-heads 2 --accum-steps 4            Python's own library, minutes
+    python train.py --data book.txt --preset v1 --steps 2000        your text (file, folder, .jsonl)
+    python train.py --resume runs/laptop-1 --steps 800              go on where a run stopped
+    python train.py --bench 20 --preset v3                          how fast is this machine?
+    python train.py --config small.toml --lr 2e-3                   settings from a file; flags win
+
+How it reads, top to bottom:
+
+1. Settings     one dataclass: every flag with its help, unit, limits and default
+2. Corpora      where text comes from: the standard library, a file, a folder, .txt, .jsonl
+3. Tokens       the corpus as numbers in a memory-mapped file, cached by content
+4. Loader       which sequences a step gets: a pure function of (seed, step)
+5. Run          model, optimizer, data and folder, new or resumed; one update; one checkpoint
+6. Logs         banner, progress, metrics.jsonl, the loss picture
+7. Loop         updates, evaluations, checkpoints, until the steps, the time or a signal end it
+8. Bench        timed steps on random tokens
+9. Start        from the command line to one of these
+
+What a run writes (runs/<preset>-<n>, or --out): settings.json, metrics.jsonl, loss.png, best.json
+and checkpoints step-00000100/, each a Hugging Face folder that transformers and sample.py open.
 """
 import codecs
+import dataclasses
 import hashlib
+import importlib.util
+import itertools
 import json
+import math
 import os
+import platform
 import shutil
+import signal
 import struct
 import sys
 import sysconfig
 import tempfile
+import time
 import typing
 
 import numpy as np
 import tqdm
 
 import xtrain
-from xtrain import Refused, say
+from xtrain import Refused, say, setting
 
-# ---- Corpora -------------------------------------------------------------------------------------
+# ---- 1. Settings ---------------------------------------------------------------------------------
+
+DATA, MODEL, BATCH, OPTIMIZER = "data", "model", "length and batch", "optimizer"
+MACHINE, RUN, CHECKS = "machine", "run folder and checkpoints", "evaluation and checks"
+
+
+@dataclasses.dataclass
+class Settings:
+    """Every flag of train.py.  None means: worked out from the others, as the help says."""
+    data: str = setting(None, "text to train on: a file, a folder, .txt or .jsonl (default: the "
+                        "standard library of this Python)", "path", DATA)
+    tokenizer: str = setting("bpe:4096", "bpe:N learns N ids from the corpus; or gpt2, bytes",
+                             "", DATA)
+    encoding: str = setting("utf-8", "how the text files are encoded", "", DATA)
+    errors: str = setting("strict", "bytes that are not text: stop, or put a replacement character",
+                          "", DATA, choices=("strict", "replace"))
+
+    preset: str = setting("laptop", "sizes by name; flags below beat it", "", MODEL,
+                          choices=tuple(xtrain.PRESETS))
+    dim: int = setting(None, "width of the residual stream (preset's)", "", MODEL, least=1)
+    layers: int = setting(None, "number of blocks (preset's)", "", MODEL, least=1)
+    heads: int = setting(None, "query heads (preset's)", "", MODEL, least=1)
+    kv_heads: int = setting(None, "key and value heads, a divisor of heads (heads)", "", MODEL,
+                            least=1)
+    head_dim: int = setting(None, "width of a head, even (dim / heads)", "", MODEL, least=1)
+    ffn: int = setting(None, "inner width of SwiGLU (8/3 dim, up to 64)", "", MODEL, least=1)
+    vocab_size: int = setting(None, "ids, more than the tokenizer has is padding (tokenizer's)",
+                              "", MODEL, least=1)
+    tie_embeddings: bool = setting(None, "one matrix for embedding and head (preset's)", "", MODEL)
+    qk_norm: bool = setting(None, "RMSNorm on q and k: Qwen3; without, Llama (on)", "", MODEL)
+    dropout: float = setting(0.0, "on the two residual branches of a block", "", MODEL,
+                             least=0, below=1)
+    init_from: str = setting(None, "start from the weights of a Hugging Face folder", "path", MODEL)
+
+    seq: int = setting(256, "length of a training sequence", "tokens", BATCH, least=1)
+    batch: int = setting(4, "sequences of one micro-step", "sequences", BATCH, least=1)
+    accum_steps: int = setting(1, "micro-steps whose gradients add up to one update", "", BATCH,
+                               least=1)
+    steps: int = setting(300, "updates in all, those before --resume included", "", BATCH, least=1)
+    max_minutes: float = setting(None, "stop, saved, after this long", "minutes", BATCH, above=0)
+
+    lr: float = setting(2e-3, "highest learning rate", "", OPTIMIZER, above=0)
+    min_lr: float = setting(None, "learning rate at the end (lr / 10)", "", OPTIMIZER, least=0)
+    warmup: int = setting(None, "updates that raise it from 0 (a tenth of steps, at most 100)",
+                          "", OPTIMIZER, least=0)
+    schedule: str = setting("cosine", "its way down; wsd falls in the last fifth", "", OPTIMIZER,
+                            choices=tuple(xtrain.SCHEDULES))
+    weight_decay: float = setting(0.1, "of AdamW, on matrices only", "", OPTIMIZER, least=0)
+    beta1: float = setting(0.9, "AdamW's mean of gradients", "", OPTIMIZER, least=0, below=1)
+    beta2: float = setting(0.95, "AdamW's mean of their squares", "", OPTIMIZER, least=0, below=1)
+    grad_clip: float = setting(1.0, "gradient norm above which all gradients shrink", "", OPTIMIZER,
+                               above=0)
+
+    device: str = setting("auto", "where to compute", "", MACHINE, choices=("auto", "cpu", "cuda"))
+    dtype: str = setting("auto", "what to compute in", "", MACHINE, choices=("auto", "f32", "bf16"))
+    threads: int = setting(None, "CPU threads (physical cores); changes no result", "", MACHINE,
+                           least=1, most=1024)
+    flash: bool = setting(True, "attention in tiles; --no-flash: composed, the reference", "",
+                          MACHINE)
+    recompute: bool = setting(False, "less memory: run each block again going back", "", MACHINE)
+
+    eval_every: int = setting(None, "evaluate on held-out text this often (a fifth of steps)",
+                              "updates", CHECKS, least=1)
+    eval_tokens: int = setting(16384, "held-out tokens of an evaluation", "tokens", CHECKS, least=1)
+    log_every: int = setting(10, "a line of metrics this often", "updates", CHECKS, least=1)
+    patience: int = setting(None, "stop after so many evaluations without a new best", "", CHECKS,
+                            least=1)
+    overfit: bool = setting(False, "every update sees the first batch: the loss must go to 0", "",
+                            CHECKS)
+    bench: int = setting(None, "time so many steps on random tokens; the last line is JSON",
+                         "steps", CHECKS, least=1)
+
+    out: str = setting(None, "run folder (runs/<preset>-<n>, or the one resumed)", "path", RUN)
+    resume: str = setting(None, "a run (its newest checkpoint) or a checkpoint to go on from",
+                          "path", RUN)
+    save_every: int = setting(None, "checkpoint this often (as eval-every); also at the end, on "
+                              "Ctrl-C, on SIGTERM and at a new best", "updates", RUN, least=1)
+    keep: int = setting(3, "newest checkpoints that stay; the best one stays too", "", RUN, least=1)
+    seed: int = setting(1337, "of weights, order of data, dropout and samples", "", RUN, least=0,
+                        below=2**63)
+    config: str = setting(None, "TOML file with any of these settings; flags win", "path", RUN)
+
+
+# What a resumed run may not change, and what the next run does not take over from it.
+ARCHITECTURE = ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab_size",
+                "tie_embeddings", "qk_norm")
+FIXED = ARCHITECTURE + ("preset", "tokenizer", "seed")
+OWN = ("out", "resume", "config", "bench", "init_from", "data", "max_minutes")
+
+
+def read_settings(argv):
+    """(Settings, {name: value} of those given, checkpoint to resume or None, its state or None).
+
+    Weakest first: defaults, preset, settings stored with the checkpoint, --config, flags.
+    """
+    epilog = __doc__.split("How it reads")[0].split("\n", 2)[2]
+    parser = xtrain.parser_of(Settings, "train.py", "Train a language model.", epilog)
+    given = xtrain.parse(Settings, parser, argv)
+    if "config" in given:
+        path = given["config"]
+        file = xtrain.parse(Settings, parser, xtrain.toml_flags(path), f"--config {path}: ")
+        given = file | given
+    source, state, stored = None, None, {}
+    if "resume" in given:
+        source = resume_point(given["resume"])
+        state = xtrain.load_state(source)
+        stored = state["settings"]
+        refuse_changes(given, stored, source)
+    return Settings(**(stored | given)), given, source, state
+
+
+def resume_point(path):
+    """The checkpoint folder that --resume means."""
+    if os.path.exists(os.path.join(path, "state.json")):
+        return path
+    steps = xtrain.checkpoints(path)
+    if steps:
+        return list(steps.values())[-1]
+    what = "holds no checkpoint (step-00000001, ...)" if os.path.isdir(path) else "is no folder"
+    if os.path.exists(os.path.join(path, "config.json")):
+        what = "is a model without training state: --init-from starts a new run from its weights"
+    raise Refused(f"--resume {path}: {what}")
+
+
+def refuse_changes(given, stored, source):
+    """Refused if a setting that belongs to the trained weights is given another value."""
+    for name, value in given.items():
+        if name in FIXED and value != stored.get(name):
+            raise Refused(f"{xtrain.flag(name)} {value}: {source} has {stored.get(name)}, which a "
+                          "resumed run cannot change; start a new run without --resume")
+
+
+def model_config(s, vocab_size):
+    """The xtrain.Config of settings: the preset's sizes, then the flags that were given."""
+    sizes = dict(xtrain.PRESETS[s.preset])
+    sizes |= {n: getattr(s, n) for n in ARCHITECTURE if getattr(s, n) is not None}
+    sizes["max_seq"] = max(s.seq, sizes.get("max_seq", 0))
+    sizes["vocab_size"] = vocab_size
+    return xtrain.Config(**sizes, dropout=s.dropout, flash=s.flash, recompute=s.recompute)
+
+
+# ---- 2. Corpora ----------------------------------------------------------------------------------
 # A corpus is a list of files.  A .jsonl file has one document a line, the "text" of an object; any
 # other file is text, split into documents at <|endoftext|>.  Nothing is stripped, line ends stay,
 # but a byte-order mark and documents of white space alone are left out.
@@ -76,6 +241,32 @@ def corpus_files(path):
     return files
 
 
+class Bar:
+    """Progress over bytes: a bar on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self, what, total, on=True):
+        self.what, self.total, self.done, self.last = what, total, 0, time.monotonic()
+        self.on, self.bar = on, None
+        if on and xtrain.terminal():
+            self.bar = tqdm.tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False)
+
+    def update(self, count):
+        """So many bytes more are done."""
+        self.done += count
+        if self.bar is not None:
+            self.bar.update(count)
+        elif self.on and time.monotonic() - self.last > 10:
+            self.last = time.monotonic()
+            say(f"{self.what}: {self.done/1e6:.0f} of {self.total/1e6:.0f} MB")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.bar is not None:
+            self.bar.close()
+
+
 class Corpus:
     """The documents of files, read as a stream as often as wanted.  Refused for bad input."""
 
@@ -90,9 +281,8 @@ class Corpus:
             raise Refused(f"{self.name}: the corpus is empty (0 bytes in {len(self.files)} files)")
 
     def bar(self, what):
-        """A progress bar over the bytes of all files; in a log it moves every ten seconds only."""
-        return tqdm.tqdm(total=self.size, desc=what, unit="B", unit_scale=True, leave=False,
-                         disable=not self.progress, mininterval=0.2 if sys.stderr.isatty() else 10)
+        """Progress over the bytes of all files."""
+        return Bar(what, self.size, self.progress)
 
     def digest(self):
         """SHA-256 (hex) of what the documents are made of: contents in order, encoding, errors."""
@@ -205,7 +395,7 @@ def read_jsonl(file, blocks, errors):
         yield from xtrain.pieces([text], None)
 
 
-# ---- Tokens --------------------------------------------------------------------------------------
+# ---- 3. Tokens -----------------------------------------------------------------------------------
 # A folder of the cache holds a tokenizer and its tokens.bin: a header of 72 bytes, the training
 # tokens, the held-out tokens, all little-endian.  The folder's name is the digest of the content
 # and the tokenizer asked for: other data never meets an old file, equal data always does.
@@ -365,7 +555,7 @@ def open_tokens(folder, keep=None):
     return tokenizer, Tokens(ids[:train], ids[train:], documents, digest.hex(), folder, keep)
 
 
-# ---- Loader --------------------------------------------------------------------------------------
+# ---- 4. Loader -----------------------------------------------------------------------------------
 
 class Micro(typing.NamedTuple):
     """What Step.micro takes: one micro-step of one rank."""
@@ -420,8 +610,15 @@ class Loader:
         return self.tokens[start:start + self.seq + 1].astype(np.int64)
 
     def step(self, n):
-        """Update n, from 1 -> ([Micro] of this rank, counted targets of the whole global batch)."""
-        first = (n - 1)*self.sequences + self.rank*self.accum*self.batch
+        """Update n, from 1, of a run whose batch never changed; see `at`."""
+        return self.at((n - 1)*self.sequences)
+
+    def at(self, first):
+        """The update whose global batch begins with sequence number `first` of the run.
+
+        -> ([Micro] of this rank, counted targets of the whole global batch)
+        """
+        first += self.rank*self.accum*self.batch
         micros = []
         for number in range(first, first + self.accum*self.batch, self.batch):
             rows = np.stack([self.window(number + i) for i in range(self.batch)])
@@ -429,3 +626,573 @@ class Loader:
             order = np.argsort(tokens, axis=None, kind="stable")
             micros.append(Micro(tokens, targets, order, number))
         return micros, self.sequences*self.seq      # every target of these windows counts
+
+
+# ---- 5. Run --------------------------------------------------------------------------------------
+
+class Run:
+    """A training run: settings s, model, optimizer, data, folder, and how far it has come.
+
+    step counts updates, sequences those trained on (their number is all that the order of the data
+    and the dropout masks depend on); best is {"step", "val_loss"} or None.
+    """
+
+    def __init__(self, s, given, source=None, state=None):
+        self.s, self.source, self.state = s, source, state or {}
+        self.machine = xtrain.machine(s.device, s.dtype, s.threads)
+        start = source or s.init_from
+        if not start:
+            model_config(s, s.vocab_size or 1 << 16)        # fail before the corpus is read
+        tokenizer = stored_tokenizer(start, given) if start else None
+        self.tokenizer, self.tokens = prepare(s.data, tokenizer or s.tokenizer, s.encoding,
+                                              s.errors)
+        s.tokenizer = self.tokenizer.kind
+        if self.state and self.state["data"] != self.tokens.digest:
+            raise Refused(f"--data: {source} was trained on other text (digest "
+                          f"{self.state['data'][:12]}, now {self.tokens.digest[:12]}), which a "
+                          "resumed run cannot change")
+        self.loader = Loader(self.tokens.train, s.seq, s.batch, s.accum_steps, s.seed)
+        self.model = self.make_model(start, given)
+        self.optimizer = xtrain.AdamW(self.model, s.lr, (s.beta1, s.beta2),
+                                      weight_decay=s.weight_decay, grad_clip=s.grad_clip)
+        self.trainer = xtrain.Step(self.model, self.optimizer)
+        self.step, self.sequences = self.state.get("step", 0), self.state.get("sequences", 0)
+        self.best = self.state.get("best")
+        self.bad_evaluations = self.state.get("bad_evaluations", 0)
+        if source:
+            xtrain.load_optimizer(self.optimizer, source, self.step)
+        self.complete_settings()
+
+    def make_model(self, start, given):
+        """The Decoder: new, or from the folder `start`, whose sizes then are the settings'."""
+        s, machine = self.s, self.machine
+        if not start:
+            config = model_config(s, vocab_size(s.vocab_size, self.tokenizer))
+            model = xtrain.Decoder(config, machine.device, machine.dtype, s.seed)
+        else:
+            model = xtrain.load_pretrained(start, machine.device, machine.dtype)
+            c = model.config
+            for name in ARCHITECTURE:
+                if given.get(name, getattr(c, name)) != getattr(c, name):
+                    raise Refused(f"{xtrain.flag(name)} {given[name]}: {start} has "
+                                  f"{getattr(c, name)}")
+            vocab_size(c.vocab_size, self.tokenizer)
+            c.dropout, c.flash, c.recompute = s.dropout, s.flash, s.recompute
+            model.seed = s.seed
+        for name in ARCHITECTURE:
+            setattr(s, name, getattr(model.config, name))
+        return model.train()
+
+    def complete_settings(self):
+        """Fill in what follows from other settings; it is stored as not given, to follow again."""
+        s = self.s
+        self.stored = {k: v for k, v in dataclasses.asdict(s).items() if k not in OWN}
+        s.min_lr = s.lr/10 if s.min_lr is None else s.min_lr
+        s.warmup = min(100, s.steps//10) if s.warmup is None else s.warmup
+        s.eval_every = max(1, s.steps//5) if s.eval_every is None else s.eval_every
+        s.save_every = s.eval_every if s.save_every is None else s.save_every
+
+    @property
+    def tokens_per_step(self):
+        return self.s.batch*self.s.seq*self.s.accum_steps
+
+    def lr(self, step):
+        """The learning rate of update `step`."""
+        s = self.s
+        return xtrain.SCHEDULES[s.schedule](step, s.steps, s.lr, s.min_lr, s.warmup)
+
+    def advance(self, interrupted):
+        """One update -> (loss, gradient norm, lr); None if interrupted() before it was done.
+
+        An update that was begun and not done leaves weights and moments as they were.
+        """
+        first = 0 if self.s.overfit else self.sequences
+        micros, counted = self.loader.at(first)
+        for micro in micros:
+            if interrupted():
+                self.model.zero_grad()
+                self.trainer.loss = 0.0
+                return None
+            self.trainer.micro(micro.tokens, micro.targets, micro.order, micro.first_sequence,
+                               counted)
+        lr = self.lr(self.step + 1)
+        loss, norm = self.trainer.update(lr)
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            raise NonFinite(self.step + 1, loss, norm)
+        self.step += 1
+        self.sequences += self.s.batch*self.s.accum_steps
+        return loss, norm, lr
+
+    def evaluate(self):
+        """(loss, bits per byte) of held-out text; keeps account of the best."""
+        loss, bpb = xtrain.evaluate(self.model, self.tokens.held_out, self.tokenizer.lengths,
+                                    self.s.seq, self.s.batch, self.s.eval_tokens)
+        if self.best is None or loss < self.best["val_loss"]:
+            self.best, self.bad_evaluations = {"step": self.step, "val_loss": loss}, 0
+        else:
+            self.bad_evaluations += 1
+        return loss, bpb
+
+    def is_best(self):
+        """Was the evaluation of this very step the best so far?"""
+        return self.best is not None and self.best["step"] == self.step
+
+    def save(self, folder):
+        """Write the checkpoint of this step, then delete what need not be kept; returns its path.
+        """
+        state = {"step": self.step, "sequences": self.sequences, "best": self.best,
+                 "bad_evaluations": self.bad_evaluations, "data": self.tokens.digest,
+                 "versions": versions(self.machine), "settings": self.stored}
+        path = xtrain.save_checkpoint(folder, self.model, self.optimizer, self.tokenizer, state)
+        best = self.best["step"] if self.best else None
+        if best is not None:
+            xtrain.publish(os.path.join(folder, "best.json"),
+                           lambda p: xtrain.write_json(p, self.best))
+        xtrain.prune(folder, self.s.keep, best)
+        return path
+
+
+class NonFinite(Exception):
+    """Loss or gradient norm of an update is infinite or NaN; weights and moments are untouched."""
+
+    def __init__(self, step, loss, norm):
+        super().__init__(f"step {step}: loss {loss}, gradient norm {norm}: the weights have run "
+                         "away; try a lower --lr, a longer --warmup or a smaller --grad-clip")
+
+
+def stored_tokenizer(folder, given):
+    """The tokenizer that lies with a model, unless --tokenizer asks for another; else None."""
+    if "tokenizer" in given or not os.path.exists(os.path.join(folder, "tokenizer.json")):
+        return None
+    return xtrain.Tokenizer.load(folder)
+
+
+def vocab_size(asked, tokenizer):
+    """The model's vocabulary: the tokenizer's count, or more if asked for (the rest is padding)."""
+    if asked is not None and asked < tokenizer.vocab_size:
+        raise Refused(f"--vocab-size {asked}: {tokenizer.kind} has {tokenizer.vocab_size} ids, "
+                      "end of text included; give at least that, or leave it out")
+    return asked or tokenizer.vocab_size
+
+
+def versions(machine):
+    """What "the same bits" depends on."""
+    return {"xtrain": xtrain.__version__, "python": platform.python_version(),
+            "numpy": np.__version__, "core": machine.core, "dtype": machine.dtype}
+
+
+def claim_folder(s, source):
+    """(run folder, made just now?): --out, the resumed run's, or the next free runs/<preset>-<n>.
+
+    Refused if it holds a run already, is a file or cannot be written.
+    """
+    resumed = source and os.path.dirname(os.path.normpath(source)) or "."
+    if source and s.out is None and os.path.exists(os.path.join(resumed, "metrics.jsonl")):
+        return resumed, False
+    try:
+        for n in itertools.count(1):
+            folder = s.out or os.path.join("runs", f"{s.preset}-{n}")
+            if s.out or not os.path.exists(folder):
+                break
+        made = not os.path.isdir(folder)
+        os.makedirs(folder, exist_ok=True)
+        probe = os.path.join(folder, ".probe")
+        open(probe, "w").close()
+        os.remove(probe)
+    except OSError as e:
+        raise Refused(f"--out {folder}: {e.strerror}; choose another folder") from None
+    taken = os.path.exists(os.path.join(folder, "metrics.jsonl")) or xtrain.checkpoints(folder)
+    if taken and not (source and os.path.samefile(folder, resumed)):
+        raise Refused(f"--out {folder}: holds a run already; go on with it by --resume {folder}, "
+                      "or choose another folder")
+    return folder, made
+
+
+# ---- 6. Logs -------------------------------------------------------------------------------------
+
+def banner(run, folder):
+    """Everything that the numbers of a run depend on, and the formulas they are made by."""
+    s, c, tokens = run.s, run.model.config, run.tokens
+    flops = c.flops_per_token(s.seq)
+    kind = " (tied)" if c.tie_embeddings else ""
+    source = s.data or "Python's standard library"
+    return f"""\
+xtrain {xtrain.__version__} on {run.machine.name}, {run.machine.dtype}, \
+peak {run.machine.peak/1e9:.0f} GFLOP/s (multiply-adds in registers, just measured)
+model   {s.preset}: dim {c.dim}, {c.layers} layers, {c.heads} heads ({c.kv_heads} kv) of \
+{c.head_dim}, ffn {c.ffn}, vocabulary {c.vocab_size:,}{kind}
+        {run.model.total_params:,} parameters, {run.model.core_params:,} without embedding and head
+data    {source}: {tokens.documents:,} documents, {len(tokens.train):,} tokens ({s.tokenizer}), \
+{len(tokens.held_out):,} held out
+step    {run.tokens_per_step:,} tokens = {s.batch} sequences x {s.seq} tokens x {s.accum_steps} \
+micro-steps; {s.steps:,} steps = {s.steps*run.tokens_per_step/len(tokens.train):.2f} epochs
+speed   {flops/1e6:.1f} MFLOP a token = 6 x weights of products + 6 x layers x heads x head_dim \
+x seq;
+        % of peak = tokens/s x that / peak; evaluation, saving and sampling are not in tokens/s
+loss    nats a token; bits a byte = loss x tokens / (ln 2 x bytes), comparable between tokenizers
+run     {folder}{f", resumed at step {run.step}" if run.source else ""}"""
+
+
+class Progress:
+    """A progress bar on a terminal, plain lines elsewhere; lines for people go to stdout."""
+
+    def __init__(self, run):
+        self.run = run
+        self.bar = None
+        if xtrain.terminal():
+            form = "{n_fmt}/{total_fmt} {bar} {postfix} [{elapsed}<{remaining}]"
+            self.bar = tqdm.tqdm(total=run.s.steps, initial=run.step, dynamic_ncols=True,
+                                 bar_format=form)
+
+    def say(self, text):
+        """A line (or several) for people."""
+        if self.bar is None:
+            print(text, flush=True)
+        else:
+            tqdm.tqdm.write(text, file=sys.stdout)
+
+    def update(self, loss, norm, lr, tok_s):
+        """Move the bar one update on."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(self.figures(loss, norm, lr, tok_s), refresh=False)
+            self.bar.update(1)
+
+    def line(self, loss, norm, lr, tok_s, left):
+        """The same in a plain line, where there is no bar.  left: seconds to the end."""
+        if self.bar is None:
+            s, step = self.run.s, self.run.step
+            self.say(f"step {step:{len(str(s.steps))}}/{s.steps}  "
+                     f"{self.figures(loss, norm, lr, tok_s)}  {duration(left)} left")
+
+    def figures(self, loss, norm, lr, tok_s):
+        """Loss, gradient norm, learning rate, speed, share of the machine's peak."""
+        peak = tok_s*self.run.model.config.flops_per_token(self.run.s.seq)/self.run.machine.peak
+        return (f"loss {loss:.4f}  norm {norm:.2f}  lr {lr:.1e}  {tok_s:,.0f} tok/s  "
+                f"{100*peak:.0f} % of peak")
+
+    def close(self):
+        """Leave the bar as it stands."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def duration(seconds):
+    """1:05 or 2:03:04."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Metrics:
+    """metrics.jsonl: one object a line; a resumed run cuts it back to the step it goes on from."""
+
+    def __init__(self, folder, run):
+        self.folder, self.path = folder, os.path.join(folder, "metrics.jsonl")
+        older = self.path
+        if run.source and not os.path.exists(older):        # resumed into another folder
+            older = os.path.join(os.path.dirname(os.path.abspath(run.source)), "metrics.jsonl")
+        kept = [row for row in read_metrics(older) if row["step"] <= run.step]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        xtrain.publish(self.path, lambda temporary: write_text(temporary, text))
+        self.file = open(self.path, "a", encoding="utf-8")
+
+    def write(self, **row):
+        """Append a line; a reader sees it at once."""
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+
+    def picture(self):
+        """Draw loss.png if matplotlib is there."""
+        if importlib.util.find_spec("matplotlib") is None:
+            return
+        xtrain.publish(os.path.join(self.folder, "loss.png"),
+                       lambda temporary: draw(read_metrics(self.path), temporary))
+
+    def close(self):
+        self.file.close()
+
+
+def write_text(path, text):
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text)
+
+
+def read_metrics(path):
+    """The rows of a metrics.jsonl, [] without one; a line that a kill cut short is left out."""
+    rows = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            for line in f:
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    break
+    return rows
+
+
+def draw(rows, path):
+    """Training and validation loss over the steps, as a PNG."""
+    from matplotlib.figure import Figure        # half a second, and only pictures need it
+    figure = Figure((8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    for key, style in (("loss", "-"), ("val_loss", "o-")):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points), style, label={"loss": "training", "val_loss": "held out"}[key])
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, format="png", dpi=120)
+
+
+# ---- 7. Loop -------------------------------------------------------------------------------------
+
+SAMPLE_TOKENS, LAST_SAMPLE_TOKENS = 48, 160         # at an evaluation, at the end
+
+
+class Signals:
+    """While open, SIGINT and SIGTERM ask the loop to stop; a second one ends the process at once.
+
+    `caught` is the number of the signal, or None.
+    """
+
+    def __enter__(self):
+        self.caught, self.before = None, {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.before[number] = signal.signal(number, self.catch)
+        return self
+
+    def catch(self, number, frame):
+        self.caught = number
+        for each, handler in self.before.items():
+            signal.signal(each, handler)
+        print(f"\n{signal.Signals(number).name}: saving, then stopping", file=sys.stderr)
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+class Clock:
+    """Seconds and tokens of training alone, since the start and since the last line."""
+
+    def __init__(self):
+        self.seconds = self.tokens = self.line_seconds = self.line_tokens = 0
+
+    def add(self, seconds, tokens):
+        self.seconds += seconds
+        self.tokens += tokens
+        self.line_seconds += seconds
+        self.line_tokens += tokens
+
+    def speed(self, restart=False):
+        """Tokens a second since the last restart."""
+        speed = self.line_tokens/max(self.line_seconds, 1e-9)
+        if restart:
+            self.line_seconds = self.line_tokens = 0
+        return speed
+
+
+def due(step, every, steps):
+    """Is something that happens every so many steps, and at the end, due after this one?"""
+    return step % every == 0 or step == steps
+
+
+def train(run, folder):
+    """Train to the end, or to a signal, the time or patience; returns the exit code."""
+    s, metrics, progress, clock = run.s, Metrics(folder, run), Progress(run), Clock()
+    deadline = time.monotonic() + 60*(s.max_minutes or math.inf)
+    saved = run.step if run.source else None
+    why = None
+    try:
+        with Signals() as signals:
+            while run.step < s.steps and not why:
+                if update(run, metrics, progress, clock, lambda: signals.caught):
+                    if due(run.step, s.eval_every, s.steps):
+                        evaluate(run, metrics, progress)
+                why = reason_to_stop(run, signals, deadline)
+                best_now = run.is_best() and saved != run.step
+                if saved != run.step and run.step and (why or best_now or
+                                                       due(run.step, s.save_every, s.steps)):
+                    run.save(folder)
+                    saved = run.step
+        progress.close()
+        finish(run, folder, clock, why, signals.caught)
+        return 128 + signals.caught if signals.caught else 0
+    finally:
+        progress.close()
+        metrics.close()
+
+
+def reason_to_stop(run, signals, deadline):
+    """Why training ends before its last step, in words, or None."""
+    if signals.caught:
+        return f"stopped by {signal.Signals(signals.caught).name}"
+    if time.monotonic() > deadline:
+        return f"stopped after --max-minutes {run.s.max_minutes:g}"
+    if run.s.patience and run.bad_evaluations >= run.s.patience:
+        return f"stopped: {run.bad_evaluations} evaluations without a new best (--patience)"
+    return None
+
+
+def update(run, metrics, progress, clock, interrupted):
+    """One update with its logs; False if it was interrupted before it was done."""
+    start = time.perf_counter()
+    done = run.advance(interrupted)
+    if done is None:
+        return False
+    clock.add(time.perf_counter() - start, run.tokens_per_step)
+    progress.update(*done, clock.speed())
+    if due(run.step, run.s.log_every, run.s.steps):
+        loss, norm, lr = done
+        speed = clock.speed(restart=True)
+        metrics.write(step=run.step, loss=loss, grad_norm=norm, lr=lr, tok_s=speed)
+        left = (run.s.steps - run.step)*run.tokens_per_step/speed
+        progress.line(loss, norm, lr, speed, left)
+    return True
+
+
+def evaluate(run, metrics, progress):
+    """Held-out loss, its line, the picture and a sample."""
+    loss, bpb = run.evaluate()
+    metrics.write(step=run.step, val_loss=loss, val_bpb=bpb)
+    mark = "  (best so far)" if run.is_best() else ""
+    progress.say(f"step {run.step}: held-out loss {loss:.4f}, {bpb:.4f} bits a byte{mark}")
+    metrics.picture()
+    if run.step < run.s.steps:
+        progress.say(indented(sample(run, SAMPLE_TOKENS)))
+
+
+def sample(run, count):
+    """A text of so many tokens from the model as it is; where one ends, the next one begins."""
+    model, s = run.model, run.s
+    ids = xtrain.generate(model.eval(), [run.tokenizer.eot], count, temperature=0.8, top_k=50,
+                          seed=s.seed)
+    text = run.tokenizer.decode(list(ids))
+    model.train()
+    return text
+
+
+def indented(text):
+    """A text as a quotation; control characters would play tricks on the terminal."""
+    lines = text.expandtabs(4).split("\n")
+    return "\n".join("    | " + "".join(c if c.isprintable() else "\ufffd" for c in line)
+                     for line in lines)
+
+
+def finish(run, folder, clock, why, caught):
+    """Say how it ended, show what the model writes, and name the next commands."""
+    if why:
+        print(f"{why} at step {run.step} of {run.s.steps}")
+    if clock.tokens:
+        print(f"trained on {clock.tokens:,} tokens in {clock.seconds:.1f} s: "
+              f"{clock.tokens/clock.seconds:,.0f} tok/s = tokens / seconds, evaluation, saving and "
+              "sampling excluded")
+    if not run.step:
+        print("nothing was trained, so nothing was saved")
+        return
+    if not caught:
+        print("the model writes (temperature 0.8, top-k 50):\n"
+              + indented(sample(run, LAST_SAMPLE_TOKENS)))
+    more = run.s.steps if why else 2*run.s.steps
+    print(f"sample:  python sample.py --model {folder} --prompt 'def '\n"
+          f"go on:   python train.py --resume {folder}" + ("" if why else f" --steps {more}"))
+
+
+# ---- 8. Bench ------------------------------------------------------------------------------------
+
+BURN_IN = 3         # steps: the buffer pool is full after the second
+
+
+def bench(s):
+    """Time s.bench steps on random tokens; the last line is JSON.  Returns the exit code.
+
+    tok_s and GFLOP_s are of the median step.
+    """
+    machine = xtrain.machine(s.device, s.dtype, s.threads)
+    preset = xtrain.PRESETS[s.preset].get("vocab_size", xtrain.Config.vocab_size)
+    config = model_config(s, s.vocab_size or preset)
+    model = xtrain.Decoder(config, machine.device, machine.dtype, s.seed)
+    step = xtrain.Step(model, xtrain.AdamW(model, s.lr, (s.beta1, s.beta2), grad_clip=s.grad_clip,
+                                           weight_decay=s.weight_decay))
+    rng, seconds, count = np.random.default_rng(s.seed), [], s.batch*s.seq*s.accum_steps
+    for i in tqdm.trange(BURN_IN + s.bench, desc="bench", leave=False,
+                         disable=not xtrain.terminal()):
+        micros = random_micros(rng, config.vocab_size, s)
+        start = time.perf_counter()
+        for tokens, targets, order in micros:
+            step.micro(tokens, targets, order, counted=count)
+        loss, _ = step.update(s.lr)
+        seconds.append(time.perf_counter() - start)
+    timed = sorted(seconds[BURN_IN:])
+    middle = timed[len(timed)//2]
+    speed = count/middle
+    flops = speed*config.flops_per_token(s.seq)
+    print(f"{speed:,.0f} tok/s = {count:,} tokens / {middle:.4f} s (median of {len(timed)} steps); "
+          f"{flops/1e9:.1f} GFLOP/s = {100*flops/machine.peak:.1f} % of {machine.peak/1e9:.0f}")
+    print(json.dumps({
+        "tok_s": round(speed, 1), "ms": round(middle*1e3, 3), "best_ms": round(timed[0]*1e3, 3),
+        "GFLOP_s": round(flops/1e9, 2), "mfu": round(flops/machine.peak, 4),
+        "peak_GB": round(xtrain.peak_memory()/2**30, 3),
+        "params_M": round(model.total_params/1e6, 3), "loss": loss, "device": machine.device,
+        "dtype": machine.dtype, "machine": machine.name, "peak_GFLOP_s": round(machine.peak/1e9, 1),
+        "batch": s.batch, "seq": s.seq, "accum_steps": s.accum_steps, "steps": s.bench}))
+    return 0
+
+
+def random_micros(rng, vocab, s):
+    """The micro-steps of an update on random tokens: [(tokens, targets, order)]."""
+    micros = []
+    for _ in range(s.accum_steps):
+        window = rng.integers(0, vocab, (s.batch, s.seq + 1))
+        tokens, targets = window[:, :-1].copy(), window[:, 1:].copy()
+        micros.append((tokens, targets, np.argsort(tokens, axis=None, kind="stable")))
+    return micros
+
+
+# ---- 9. Start ------------------------------------------------------------------------------------
+
+def main(argv):
+    """Run one command line; returns its exit code."""
+    s, given, source, state = read_settings(argv)
+    if s.bench:
+        return bench(s)
+    if source and state["step"] >= s.steps:
+        print(f"{source} has {state['step']} of {s.steps} steps already: raise --steps to go on")
+        return 0
+    folder, made = claim_folder(s, source)
+    try:
+        run = Run(s, given, source, state)
+        prepare_folder(folder, run)
+        made = False
+    finally:
+        if made:            # nothing came of it: leave no empty folder behind
+            shutil.rmtree(folder, ignore_errors=True)
+    print(banner(run, folder), flush=True)
+    try:
+        return train(run, folder)
+    except NonFinite as e:
+        kept = xtrain.checkpoints(folder)
+        newest = f"; the newest good checkpoint is {list(kept.values())[-1]}" if kept else ""
+        return xtrain.complain(f"{e}{newest}", 3)
+
+
+def prepare_folder(folder, run):
+    """Write settings.json; put what belongs after the resumed step out of the way."""
+    if run.source:
+        now = versions(run.machine)
+        changed = [f"{k} {v} -> {now[k]}" for k, v in run.state["versions"].items()
+                   if now.get(k) != v]
+        if changed:
+            print(f"resumed under other versions, the bits may differ: {', '.join(changed)}")
+        for step, path in xtrain.checkpoints(folder).items():
+            if step > run.step:
+                aside = os.path.join(folder, f".later-{os.path.basename(path)}")
+                xtrain.remove(aside)
+                os.rename(path, aside)
+                print(f"{path} is later than the step resumed from: kept as {aside}")
+    xtrain.publish(os.path.join(folder, "settings.json"),
+                   lambda p: xtrain.write_json(p, dataclasses.asdict(run.s)))
+
+
+if __name__ == "__main__":
+    sys.exit(xtrain.exit_code(main, sys.argv[1:]))

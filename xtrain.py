@@ -25,12 +25,14 @@ import dataclasses
 import difflib
 import errno
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
 import operator
 import os
 import re
+import resource
 import shutil
 import sys
 import typing
@@ -47,6 +49,8 @@ except ImportError:             # Python 3.10
 import autograd as A
 import tensor as T
 from tensor import Dropout, Tensor
+
+__version__ = "0.1.0"
 
 # ---- 1. Config and presets -----------------------------------------------------------------------
 
@@ -493,6 +497,25 @@ def cosine(step, steps, lr, min_lr=0.0, warmup=0):
         return lr*step/warmup
     progress = (step - warmup)/max(1, steps - warmup)
     return min_lr + 0.5*(lr - min_lr)*(1 + math.cos(math.pi*min(1.0, progress)))
+
+
+def wsd(step, steps, lr, min_lr=0.0, warmup=0):
+    """Warm-up, stable, decay: lr up to the last fifth of the steps, then a line down to min_lr.
+
+    Source: MiniCPM (Hu et al. 2024).  A run can be stretched without a new schedule.
+    """
+    if step <= warmup:
+        return lr*step/warmup
+    left = (steps - step)/max(1, steps//5)
+    return min_lr + (lr - min_lr)*min(1.0, left)
+
+
+def constant(step, steps, lr, min_lr=0.0, warmup=0):
+    """lr*step/warmup, then lr."""
+    return lr*min(1.0, step/warmup) if warmup else lr
+
+
+SCHEDULES = {"cosine": cosine, "wsd": wsd, "constant": constant}
 
 
 # ---- 5. Step -------------------------------------------------------------------------------------
@@ -1291,7 +1314,7 @@ def parse(settings, parser, argv, source=""):
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
         what = "unknown flag" if name.startswith("-") else "belongs to no flag:"
-        raise Refused(f"{source}{what} {unknown[0]}: {hint}")
+        raise Refused(f"{source}{what} {name}: {hint}")
     fields = {f.name: f for f in dataclasses.fields(settings)}
     for name, value in vars(given).items():
         check_limits(source + flag(name), value, fields[name].metadata)
@@ -1370,6 +1393,37 @@ def find_model(path=None, runs="runs"):
     raise Refused(f"{path}: holds neither a checkpoint (step-00000001, …) nor a config.json")
 
 
+class Machine(typing.NamedTuple):
+    """Where a run computes."""
+    device: str
+    dtype: str
+    core: str           # device and instruction set: with another, results differ in the last bits
+    name: str           # for people
+    peak: float         # FLOP/s, measured
+
+
+def machine(device="auto", dtype="auto", threads=None):
+    """The Machine that --device, --dtype and --threads mean; Refused if it is not there."""
+    if device == "cuda":
+        if importlib.util.find_spec("cupy") is None:
+            raise Refused("--device cuda: CuPy is not installed: pip install -e '.[cuda]' "
+                          "(or '.[cuda12]'); or use --device cpu")
+        raise Refused("--device cuda: this version of xtrain has no CUDA kernels: use --device cpu")
+    if dtype == "bf16":
+        raise Refused("--dtype bf16: this version of xtrain computes in f32: use --dtype f32")
+    if threads is not None:
+        T.set_threads(threads)
+    count = T.threads()
+    name = f"cpu ({T.ISA}, {count} thread{'s' if count > 1 else ''})"
+    return Machine("cpu", "f32", f"cpu {T.ISA}", name, T.peak_flops())
+
+
+def peak_memory():
+    """Most memory that this process held at once, in bytes (ru_maxrss)."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most*1024
+
+
 def exit_code(main, argv):
     """Run main(argv) and turn how it ended into an exit code, with one line on stderr.
 
@@ -1395,6 +1449,11 @@ def exit_code(main, argv):
         where = f"{e.filename}: " if e.filename else ""
         return complain(f"{where}{e.strerror}" + (": free some space" if full else ""),
                         4 if full else 2)
+
+
+def terminal():
+    """Can stderr show a bar that is drawn over and over?"""
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def complain(message, code):
