@@ -255,4 +255,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(xtrain.exit_code(main, sys.argv[1:]))
+    sys.exit(xtrain.exit_code(main, sys.argv[1:], "a smaller --max-new or model"))

@@ -19,6 +19,7 @@ How it reads, top to bottom:
  9. Accumulation      4x4 = 16x1 = 8x2 with dropout and ignored targets; flash = composed
 10. Memory            empty regions, page faults, a constant pool, padding that stays zero
 11. Instruction sets  the smoke subset once more for every build this machine can run
+13. Generation        cache, sampling, greedy parity, sample.py and what it refuses
 
 An operation of yours is one line in section 3: case(name, function, float64 formula, shapes).
 The harness compares the result with the formula and the gradient of every input with its central
@@ -52,6 +53,7 @@ import numpy as np
 import pytest
 
 import autograd as ag
+import sample
 import tensor
 import train
 import xtrain
@@ -2188,6 +2190,272 @@ def test_instruction_set(name):
     done = subprocess.run([*command, __file__], env={**os.environ, "XTRAIN_ISA": name},
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+# ---- 13. Generation -----------------------------------------------------------------------------
+# The cache against the full forward, sampling against its definition, and sample.py as a user runs
+# it, with the bytes tokenizer and a small model.
+
+CACHED = {"gqa": {}, "mha": dict(kv_heads=4), "mqa": dict(kv_heads=1), "tied": dict(
+    tie_embeddings=True), "llama": dict(qk_norm=False), "past max_seq": dict(max_seq=8),
+    "composed": dict(flash=False), "dropout": dict(dropout=0.3, recompute=True)}
+CUTS = [[150], [1]*150, [70, 1, 1, 3, 75], [149, 1]]      # how 150 tokens come in
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=["one go", "token by token", "mixed", "prompt and one"])
+@pytest.mark.parametrize("name", CACHED)
+def test_cache(name, cut):
+    """Logits with the cache are those of the full forward: a wrong position, a stale or shifted
+    key, or dropout left on would show."""
+    model = scatter(xtrain.Decoder(xtrain.Config(**{**SMALL, **CACHED[name]})))
+    tokens = ints(211, 2, 150)
+    full = model.eval()(tokens).numpy()
+    cache, at = model.train().cache(2, 150), 0
+    for n in cut:
+        got = model.decode(tokens[:, at:at + n], cache).numpy()
+        at += n
+        assert_close(got, full[:, at - 1], what=f"after {at}")
+    with pytest.raises(ValueError, match="room for 150"):
+        model.decode(tokens[:, :1], cache)
+
+
+def test_shared_prompt():
+    """A prompt of one row fills every row of the cache, to the bit (a broadcast that copied only
+    the first would show), and other batches are refused."""
+    model, tokens = scatter(build()), ints(19, 1, 9)
+    one, three = model.cache(1, 12), model.cache(3, 12)
+    model.decode(tokens, one)
+    model.decode(tokens, three)
+    more = ints(19, 3, 1, seed=1)
+    rows = model.decode(more, three).numpy()
+    assert_same_bits(model.decode(more[2:], one).numpy()[0], rows[2])
+    with pytest.raises(ValueError, match="the cache holds 3"):
+        model.decode(more[:2], three)
+
+
+def chances(logits, temperature, top_k, top_p):
+    """The probabilities that `choose` shall draw from, by the definition, in float64."""
+    x = logits.astype(np.float64)/temperature
+    p = np.exp(x - x.max())
+    kept = sorted(range(len(p)), key=lambda i: (-p[i], i))[:top_k]
+    whole, reached, nucleus = sum(p[i] for i in kept), 0.0, []
+    for i in kept:
+        if reached >= top_p:
+            break
+        nucleus.append(i)
+        reached += p[i]/whole
+    out = np.zeros(len(p))
+    out[nucleus] = p[nucleus]
+    return out/out.sum()
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", [
+    (1.0, None, 1.0), (0.5, None, 1.0), (3.0, 5, 1.0), (1.0, None, 0.6), (1.0, 4, 0.7),
+    (2.0, 20, 0.95), (1.0, 1, 1.0), (1.0, None, 1e-9), (1.0, 99, 0.5)])
+def test_sampling(temperature, top_k, top_p):
+    """Over an even grid of u, each id comes as often as the definition says: catches a wrong
+    order of top-k and top-p, a nucleus one too small or large, a shifted cumulative sum."""
+    logits = rng_of("sampling").standard_normal(50).astype(np.float32)*2
+    grid = (np.arange(4000) + 0.5)/4000
+    drawn = [xtrain.choose(logits, u, temperature, top_k, top_p) for u in grid]
+    found = np.bincount(drawn, minlength=50)/len(grid)
+    wanted = chances(logits, temperature, top_k, top_p)
+    assert np.abs(found - wanted).max() <= 1.5/len(grid)
+    assert not found[wanted == 0].any()
+
+
+def test_sampling_at_the_edges():
+    """The last u stays within the kept ids, tiny temperatures are greedy, NaN is refused."""
+    logits = np.array([0, 3, -200, 3, -1000], np.float32)
+    assert xtrain.choose(logits, 1 - 2**-53, 1.0) in (1, 3)
+    assert xtrain.choose(logits, 0.0, 1.0) == 0
+    assert xtrain.choose(logits, 0.0, 1e-300) == xtrain.choose(logits, 0.9, 0) == 1
+    for bad in (np.nan, np.inf):
+        with pytest.raises(xtrain.Refused, match="not finite"):
+            xtrain.choose(np.array([0, bad], np.float32), 0.5, 1.0)
+
+
+def test_samples_are_their_own():
+    """Sample i of a seed is the same alone and in a group, and differs from the others; catches a
+    random stream that is shared, and rows that leak into each other."""
+    model = scatter(build())
+    group = list(xtrain.generate_batch(model, [1, 2], 20, seed=5, indices=range(6)))
+    columns = [list(column) for column in zip(*group)]
+    alone = [list(xtrain.generate(model, [1, 2], 20, seed=5, index=i)) for i in range(6)]
+    assert columns == alone
+    assert len({tuple(column) for column in columns}) == 6
+    assert list(xtrain.generate(model, [1, 2], 20, seed=6)) != alone[0]
+
+
+def test_generation_stops():
+    """A sample ends before `stop`, others go on; all ended, or max_new reached, ends all."""
+    model = scatter(build())
+    columns = list(zip(*xtrain.generate_batch(model, [3], 40, seed=1, indices=range(4))))
+    stop = columns[0][5]
+    ended = list(zip(*xtrain.generate_batch(model, [3], 40, seed=1, indices=range(4), stop=stop)))
+    for whole, cut in zip(columns, ended):
+        n = whole.index(stop) if stop in whole else len(whole)
+        assert cut[:n] == whole[:n] and not any(i is not None for i in cut[n:])
+    assert len(list(xtrain.generate(model, [3], 7, 0))) == 7
+    with pytest.raises(xtrain.Refused, match="empty"):
+        next(xtrain.generate(model, [], 1))
+
+
+def test_save_bf16(tmp_path):
+    """bf16 files round to nearest even and say so; an unknown dtype is refused."""
+    model = scatter(build())
+    xtrain.save_pretrained(model, str(tmp_path), "bf16")
+    assert json.loads((tmp_path/"config.json").read_text())["dtype"] == "bfloat16"
+    twin = xtrain.load_pretrained(str(tmp_path)).parameters()
+    for name, p in model.parameters().items():
+        bits = p.numpy().view(np.uint32)
+        even = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32)
+        assert_same_bits(twin[name].numpy().view(np.uint32), even, name)
+    with pytest.raises(ValueError, match="'f16'"):
+        xtrain.save_pretrained(model, str(tmp_path), "f16")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", ["gqa 6/2", "mqa", "llama"])
+def test_greedy_parity(name, tmp_path):
+    """transformers' generate gives the same 48 ids for each of ten prompts."""
+    torch, _ = reference()
+    theirs = their_model(PARITY[name], 3).eval()
+    with torch.no_grad():
+        theirs.model.embed_tokens.weight.mul_(3)    # or the same id would come again and again
+    theirs.save_pretrained(tmp_path)
+    ours, seen = xtrain.load_pretrained(str(tmp_path)), set()
+    for i in range(10):
+        ids = ints(211, 1 + 2*i, seed=i)
+        prompt = torch.from_numpy(ids)[None]
+        out = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=48,
+                              do_sample=False, eos_token_id=None, pad_token_id=0)
+        wanted = out[0, len(ids):].tolist()
+        assert list(xtrain.generate(ours, ids.tolist(), 48, 0)) == wanted
+        seen |= set(wanted)
+    assert len(seen) > 50
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory):
+    """A run folder with one whole and one cut checkpoint of a model over bytes."""
+    run, tokenizer = tmp_path_factory.mktemp("run"), xtrain.Tokenizer.bytes()
+    model = scatter(build(vocab_size=tokenizer.vocab_size, max_seq=64))
+    xtrain.save_pretrained(model, str(run/"step-00000004"), tokenizer=tokenizer)
+    (run/"step-00000007").mkdir()
+    return run, model.eval(), tokenizer
+
+
+@pytest.fixture
+def say_it(speaker, capsysbinary):
+    """Run sample.py's main on the speaker -> (exit code, stdout, stderr), both bytes."""
+    def run(*flags, model=speaker[0]):
+        code = xtrain.exit_code(sample.main, ["--model", str(model), *map(str, flags)])
+        return code, *capsysbinary.readouterr()
+    return run
+
+
+def test_text_in_whole_characters(speaker):
+    """A character that comes in three tokens is shown once it is whole; a rest becomes U+FFFD."""
+    text = sample.Text(speaker[2], "", [])
+    assert [text.add(b) for b in "€!".encode()] == ["", "", "€", "!"]
+    assert [text.add(b) for b in "€".encode()[:2]] + [text.end()] == ["", "", "\ufffd"]
+    assert text.text == "€!\ufffd"
+
+
+def test_sample(speaker, say_it):
+    """stdout is prompt and text and nothing else; several, and --json, hold the same samples."""
+    _, model, tokenizer = speaker
+    ids = tokenizer.encode("Zß")
+    texts = [tokenizer.decode(list(xtrain.generate(model, ids, 12, 0.8, seed=1337, index=i,
+                                                   stop=tokenizer.eot))) for i in range(10)]
+    flags = ("--prompt", "Zß", "--max-new", 12)
+    assert say_it(*flags) == (0, ("Zß" + texts[0]).encode(), b"")
+    assert say_it(*flags, "--num", 10)[1].decode() == "\n---\n".join("Zß" + t for t in texts)
+    lines = [json.loads(line) for line in say_it(*flags, "--num", 10, "--json")[1].splitlines()]
+    assert [line["text"] for line in lines] == ["Zß" + t for t in texts]
+    assert all(line["ids"][:len(ids)] == ids for line in lines)
+    # an empty prompt is end of text, which is among the ids and not in the text
+    empty = json.loads(say_it("--max-new", 3, "--json")[1])
+    assert empty["ids"][0] == tokenizer.eot and "endoftext" not in empty["text"]
+
+
+def test_sample_past_the_context(say_it):
+    """The warning comes once, on stderr, and only where the context is left."""
+    code, out, err = say_it("--max-new", 100, "--num", 9, "--temperature", 1)
+    assert code == 0 and err.count(b"past the context of 64") == 1 and b"context" not in out
+    assert not say_it("--max-new", 63)[2]
+
+
+def test_sample_in_a_locale_without_utf8(speaker):
+    """A real process under LC_ALL=C writes UTF-8 and takes a UTF-8 prompt."""
+    command = [sys.executable, sample.__file__, "--model", speaker[0], "--max-new", "1",
+               "--temperature", "0", "--prompt", "日本"]
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, env=plain, capture_output=True)
+    assert done.returncode == 0 and done.stdout.startswith("日本".encode()), done.stderr
+
+
+def test_sample_measures(speaker, say_it, tmp_path):
+    """--eval is the mean cross-entropy of the file's tokens, and per byte in bits."""
+    _, model, tokenizer = speaker
+    (tmp_path/"text").write_bytes("Grüße, 40 tokens".encode())
+    ids = np.array(tokenizer.encode("Grüße, 40 tokens"))
+    logits = model(ids[None, :-1]).numpy()[0].astype(np.float64)
+    nats = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(ids) - 1), ids[1:]]
+    found = json.loads(say_it("--eval", tmp_path/"text", "--json")[1])
+    assert abs(found["loss"]/nats.mean() - 1) < 1e-5
+    assert abs(found["bits_per_byte"]/(nats.mean()/np.log(2)) - 1) < 1e-5    # a byte a token
+
+
+def test_sample_exports(speaker, say_it, tmp_path):
+    """--export writes a folder that loads to the same bits, and no folder twice."""
+    _, model, tokenizer = speaker
+    assert say_it("--export", tmp_path/"out")[0] == 0
+    twin = xtrain.load_pretrained(str(tmp_path/"out")).parameters()
+    for name, p in model.parameters().items():
+        assert_same_bits(twin[name].numpy(), p.numpy(), name)
+    assert xtrain.Tokenizer.load(str(tmp_path/"out")).digest == tokenizer.digest
+    code, out, err = say_it("--export", tmp_path/"out")
+    assert code == 2 and not out and b"not empty" in err
+    assert say_it("--export", tmp_path/"half", "--dtype", "bf16")[0] == 0
+    assert json.loads((tmp_path/"half"/"config.json").read_text())["dtype"] == "bfloat16"
+    assert sorted(os.listdir(tmp_path)) == ["half", "out"]
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--temperature -1", "--temperature"), ("--temperature nan", "--temperature"),
+    ("--temperature inf", "--temperature"), ("--top-k 0", "leave it out for no limit"),
+    ("--top-p 0", "--top-p"), ("--top-p 1.01", "--top-p"), ("--num 0", "--num"),
+    ("--num 1001", "--num"), ("--max-new 0", "--max-new"), ("--seed -1", "--seed"),
+    ("--seed 18446744073709551616", "--seed"), ("--tempreture 1", "--temperature"),
+    ("--device cuda", "cuda"), ("--dtype bf16", "bf16"), ("--eval nowhere", "nowhere"),
+    ("--eval .", "directory"), ("--export setup.py", "is a file"), ("--export=", "empty"),
+    ("--prompt \udce9", "UTF-8")])
+def test_sample_refuses(say_it, monkeypatch, flags, words):
+    """One line that names what is wrong, exit code 2, nothing on stdout."""
+    monkeypatch.chdir(os.path.dirname(os.path.abspath(__file__)))
+    code, out, err = say_it(*flags.split())
+    assert code == 2 and not out and err.startswith(b"xtrain: error: ") and err.count(b"\n") == 1
+    assert words in err.decode(), err
+
+
+@pytest.mark.parametrize("file, keep, words", [
+    ("config.json", None, "config.json"), ("config.json", 30, "config.json"),
+    ("model.safetensors", None, "model.safetensors"), ("model.safetensors", 99, "safetensors"),
+    ("model.safetensors", 9000, "safetensors"), ("tokenizer.json", None, "tokenizer.json"),
+    ("tokenizer.json", 99, "tokenizer.json")])
+def test_sample_refuses_folders(speaker, say_it, tmp_path, file, keep, words):
+    """A file that is missing (keep None) or cut to so many bytes is named in one line."""
+    shutil.copytree(speaker[0]/"step-00000004", tmp_path/"m")
+    whole = (tmp_path/"m"/file).read_bytes()
+    (tmp_path/"m"/file).unlink()
+    if keep is not None:
+        assert keep < len(whole)
+        (tmp_path/"m"/file).write_bytes(whole[:keep])
+    code, out, err = say_it(model=tmp_path/"m")
+    assert code == 2 and not out and err.startswith(b"xtrain: error: ") and err.count(b"\n") == 1
+    assert words in err.decode(), err
 
 
 # ---- 14. The command that trains ----------------------------------------------------------------

@@ -1424,10 +1424,11 @@ def peak_memory():
     return most if sys.platform == "darwin" else most*1024
 
 
-def exit_code(main, argv):
+def exit_code(main, argv, less="a smaller --batch, --seq or model, or --recompute"):
     """Run main(argv) and turn how it ended into an exit code, with one line on stderr.
 
-    0 fine (or what main returns); 2 bad input; 4 out of memory or disk; 130 interrupted.
+    0 fine (or what main returns); 2 bad input; 4 out of memory or disk; 130 interrupted.  less:
+    what needs less memory.
     """
     if hasattr(sys.stdout, "reconfigure"):      # a terminal without UTF-8 gets ?, not a traceback
         sys.stdout.reconfigure(errors="replace")
@@ -1439,8 +1440,7 @@ def exit_code(main, argv):
     except KeyboardInterrupt:
         return complain("interrupted", 130)
     except MemoryError as e:
-        return complain(f"out of memory{f' ({e})' if str(e) else ''}: a smaller --batch, --seq or "
-                        "model, or --recompute, needs less", 4)
+        return complain(f"out of memory{f' ({e})' if str(e) else ''}: {less} needs less", 4)
     except BrokenPipeError:                     # the reader of a pipe has gone (| head): no fault
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
