@@ -874,6 +874,7 @@ cdef enum:
     NC = 8192               # columns of B packed at a time: 16 MB, within L3
     TILE_MAX = 14*32        # room for one MR x NR tile
     PARALLEL_FROM = 1 << 20 # multiply-adds below which one thread is faster than a team
+    THIN = 4                # rows of the small register tile; 8 sums still hide the latency
 
 cdef struct Product:
     const float* a          # [m, k], or [k, m] if ta
@@ -950,6 +951,28 @@ cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ld
                 (<vf*>(c + i*ldc))[j] = sums[i][j]
 
 
+cdef void thin_tile(idx kc, const float* a, const float* b, float* c) noexcept nogil:
+    """The first THIN rows of register_tile, overwriting: the same sums without those nobody asks
+    for, which is what one token's product with the weights consists of."""
+    cdef vf sums[THIN][3]
+    cdef vf row[3]
+    cdef idx k, i, j
+    for i in range(THIN):
+        for j in range(NV):
+            sums[i][j] = VZERO
+    for k in range(kc):
+        for j in range(NV):
+            row[j] = (<const vf*>b)[j]
+        for i in range(THIN):
+            for j in range(NV):
+                sums[i][j] = sums[i][j] + a[i]*row[j]
+        a = a + MR
+        b = b + NR
+    for i in range(THIN):
+        for j in range(NV):
+            (<vf*>(c + i*NR))[j] = sums[i][j]
+
+
 cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc,
                     idx rows, idx cols) noexcept nogil:
     """A tile at the edge of C: computed whole beside it, of which rows x cols are kept.
@@ -958,7 +981,10 @@ cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, b
     """
     cdef float whole[TILE_MAX]
     cdef idx i, j
-    register_tile(kc, a, b, whole, NR, False)
+    if rows <= THIN:
+        thin_tile(kc, a, b, whole)
+    else:
+        register_tile(kc, a, b, whole, NR, False)
     for i in range(rows):
         for j in range(cols):
             c[i*ldc + j] = whole[i*NR + j] + (c[i*ldc + j] if acc else <float>0.0)
@@ -1082,9 +1108,45 @@ cdef void multiply_team(const Product* p, float* bp, float* ap, int threads) noe
             jc = jc + nc
 
 
+cdef void thin_panel(const Product* p, idx j, const float* ap, float* bp) noexcept nogil:
+    """NR columns of C from j on: each slice of B is packed to `bp` and used while it is in L1."""
+    cdef idx pc = 0, kc, cols = least(NR, p.n - j)
+    cdef bint acc
+    while pc < p.k:
+        kc, acc = least(slice_depth(p.k), p.k - pc), p.acc or pc > 0
+        pack_b_panel(p, j, pc, kc, bp)
+        if p.m == MR and cols == NR:
+            register_tile(kc, ap + pc*MR, bp, p.c + j, p.ldc, acc)
+        else:
+            edge_tile(kc, ap + pc*MR, bp, p.c + j, p.ldc, acc, p.m, cols)
+        pc += kc
+    finish(p, 0, p.m, j, j + cols)
+
+
+cdef void run_thin(const Product* p, int threads):
+    """One product of at most MR rows, as when generating: bound by reading B, so B is read once.
+
+    A is one panel, packed as a whole; the bits are those of the other ways, slice by slice.
+    """
+    cdef idx depth = slice_depth(p.k), pc = 0, t
+    cdef Buffer scratch = Buffer((p.k*MR + VL + threads*depth*NR + 16)*4)
+    cdef float* ap = <float*>scratch.address
+    cdef float* bp = ap + (p.k*MR + VL + 15)//16*16     # panels of B are read by aligned vectors
+    with nogil:
+        while pc < p.k:
+            pack(p.a + (pc*p.lda if p.ta else pc), p.lda, p.ta, least(depth, p.k - pc), p.m, MR,
+                 ap + pc*MR)
+            pc = pc + depth
+        for t in prange((p.n + NR - 1)//NR, schedule='dynamic', num_threads=threads):
+            thin_panel(p, t*NR, ap, bp + threadid()*depth*NR)
+
+
 cdef void run_product(const Product* p):
     """Take scratch (for which the GIL is needed), then compute on one thread or the team."""
     cdef int threads = 1 if p.m*p.n*p.k < PARALLEL_FROM else THREADS
+    if p.m <= MR and p.k > 0:
+        run_thin(p, threads)
+        return
     cdef Buffer bp = Buffer(b_room(p.n, p.k)*4)
     cdef Buffer ap = Buffer(threads*(KC*MR + VL)*4)
     if threads == 1:
