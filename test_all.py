@@ -2219,6 +2219,19 @@ def test_cache(name, cut):
         model.decode(tokens[:, :1], cache)
 
 
+@pytest.mark.parametrize("k", [1, 3, 511, 512, 513, 1300])
+@pytest.mark.parametrize("n", [1, 33, 500])
+def test_few_rows(n, k):
+    """A product of a few rows, which goes its own way, has the bits of those rows of a large one;
+    a slice of k summed in another order, or a panel's edge in the wrong place, would show."""
+    rng = rng_of(f"few rows {n} {k}")
+    a, w, r = (own(rng.standard_normal(shape)) for shape in ((40, k), (n, k), (40, n)))
+    whole = tensor.linear(a, w, r).numpy()
+    for m in (1, 2, 4, 5, 6, 13, 14, 15):
+        part = tensor.linear(a[:m], w, r[:m]).numpy()
+        assert_same_bits(part, whole[:m], f"{m} rows")
+
+
 def test_shared_prompt():
     """A prompt of one row fills every row of the cache, to the bit (a broadcast that copied only
     the first would show), and other batches are refused."""
