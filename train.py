@@ -30,6 +30,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import struct
@@ -1177,7 +1178,10 @@ def main(argv):
 
 
 def prepare_folder(folder, run):
-    """Write settings.json; put what belongs after the resumed step out of the way."""
+    """Write settings.json; put what a kill left, and what comes after the resumed step, away."""
+    for name in os.listdir(folder):
+        if re.fullmatch(r"\..+\.(\d+|dying)", name):        # see xtrain.publish and discard
+            xtrain.remove(os.path.join(folder, name))
     if run.source:
         now = versions(run.machine)
         changed = [f"{k} {v} -> {now[k]}" for k, v in run.state["versions"].items()
