@@ -2626,6 +2626,33 @@ def test_killed_at_any_moment(start, tmp_path, number):
     assert_equal_runs("straight", "a")
 
 
+@pytest.mark.slow
+def test_thirty_kills(start, tmp_path):
+    """A run that saves every step, killed 30 times at random moments (mostly within a save): its
+    newest checkpoint always goes on, and the end has the bits of the uninterrupted run."""
+    flags = ["--steps=2400", "--eval-every=100", "--save-every=1", "--keep=3"]
+    assert start("--out=straight", *flags) == 0
+    rng, kills = np.random.default_rng(1), 0
+    while kills < 30:
+        last = max(xtrain.checkpoints("a"), default=0)
+        process = spawn(tmp_path, *(["--resume=a"] if last else ["--out=a"]), *flags)
+        time.sleep(rng.uniform(0.5, 1.6) if last else 3)
+        if process.poll() is not None:
+            out, err = process.communicate()
+            raise AssertionError(f"ended by itself after {kills} kills: {out[-300:]} {err}")
+        process.kill()
+        out, err = process.communicate()
+        assert not err, err
+        kills += 1
+        logged = [int(n) for n in re.findall(rb"^step +(\d+)/", out, re.M)]
+        assert not logged or logged[0] == last + 1, (last, logged[:3])
+        print(f"kill {kills}: from {last}, logged {logged[:1]} to {logged[-1:]}, newest checkpoint "
+              f"{max(xtrain.checkpoints('a'), default=0)}")
+    assert start("--resume=a", *flags) == 0
+    assert_equal_runs("straight", "a")
+    assert not [name for name in os.listdir("a") if name.startswith(".")]   # nothing half-written
+
+
 def test_what_a_run_leaves(start, capsys):
     """Files, metrics, the newest and the best checkpoint, the next command, tokens = speed · time.
     """

@@ -30,6 +30,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import struct
@@ -86,7 +87,8 @@ class Settings:
     steps: int = setting(300, "updates in all, those before --resume included", "", BATCH, least=1)
     max_minutes: float = setting(None, "stop, saved, after this long", "minutes", BATCH, above=0)
 
-    lr: float = setting(2e-3, "highest learning rate", "", OPTIMIZER, above=0)
+    lr: float = setting(None, "highest learning rate (0.5 / dim, at most 0.005)", "", OPTIMIZER,
+                        above=0)
     min_lr: float = setting(None, "learning rate at the end (lr / 10)", "", OPTIMIZER, least=0)
     warmup: int = setting(None, "updates that raise it from 0 (a tenth of steps, at most 100)",
                           "", OPTIMIZER, least=0)
@@ -653,8 +655,7 @@ class Run:
                           "resumed run cannot change")
         self.loader = Loader(self.tokens.train, s.seq, s.batch, s.accum_steps, s.seed)
         self.model = self.make_model(start, given)
-        self.optimizer = xtrain.AdamW(self.model, s.lr, (s.beta1, s.beta2),
-                                      weight_decay=s.weight_decay, grad_clip=s.grad_clip)
+        self.optimizer = make_optimizer(self.model, s)
         self.trainer = xtrain.Step(self.model, self.optimizer)
         self.step, self.sequences = self.state.get("step", 0), self.state.get("sequences", 0)
         self.best = self.state.get("best")
@@ -687,6 +688,7 @@ class Run:
         """Fill in what follows from other settings; it is stored as not given, to follow again."""
         s = self.s
         self.stored = {k: v for k, v in dataclasses.asdict(s).items() if k not in OWN}
+        s.lr = min(0.5/s.dim, 5e-3) if s.lr is None else s.lr
         s.min_lr = s.lr/10 if s.min_lr is None else s.min_lr
         s.warmup = min(100, s.steps//10) if s.warmup is None else s.warmup
         s.eval_every = max(1, s.steps//5) if s.eval_every is None else s.eval_every
@@ -750,6 +752,12 @@ class Run:
                            lambda p: xtrain.write_json(p, self.best))
         xtrain.prune(folder, self.s.keep, best)
         return path
+
+
+def make_optimizer(model, s):
+    """The optimizer of settings; --lr is for schedules to vary."""
+    return xtrain.AdamW(model, s.lr or 3e-4, (s.beta1, s.beta2), weight_decay=s.weight_decay,
+                        grad_clip=s.grad_clip)
 
 
 class NonFinite(Exception):
@@ -826,6 +834,7 @@ data    {source}: {tokens.documents:,} documents, {len(tokens.train):,} tokens (
 {len(tokens.held_out):,} held out
 step    {run.tokens_per_step:,} tokens = {s.batch} sequences x {s.seq} tokens x {s.accum_steps} \
 micro-steps; {s.steps:,} steps = {s.steps*run.tokens_per_step/len(tokens.train):.2f} epochs
+        lr {s.lr:.2g} after {s.warmup} steps of warm-up, then {s.schedule} to {s.min_lr:.2g}
 speed   {flops/1e6:.1f} MFLOP a token = 6 x weights of products + 6 x layers x heads x head_dim \
 x seq;
         % of peak = tokens/s x that / peak; evaluation, saving and sampling are not in tokens/s
@@ -1112,8 +1121,7 @@ def bench(s):
     preset = xtrain.PRESETS[s.preset].get("vocab_size", xtrain.Config.vocab_size)
     config = model_config(s, s.vocab_size or preset)
     model = xtrain.Decoder(config, machine.device, machine.dtype, s.seed)
-    step = xtrain.Step(model, xtrain.AdamW(model, s.lr, (s.beta1, s.beta2), grad_clip=s.grad_clip,
-                                           weight_decay=s.weight_decay))
+    step = xtrain.Step(model, make_optimizer(model, s))
     rng, seconds, count = np.random.default_rng(s.seed), [], s.batch*s.seq*s.accum_steps
     for i in tqdm.trange(BURN_IN + s.bench, desc="bench", leave=False,
                          disable=not xtrain.terminal()):
@@ -1121,7 +1129,7 @@ def bench(s):
         start = time.perf_counter()
         for tokens, targets, order in micros:
             step.micro(tokens, targets, order, counted=count)
-        loss, _ = step.update(s.lr)
+        loss, _ = step.update()
         seconds.append(time.perf_counter() - start)
     timed = sorted(seconds[BURN_IN:])
     middle = timed[len(timed)//2]
@@ -1177,7 +1185,10 @@ def main(argv):
 
 
 def prepare_folder(folder, run):
-    """Write settings.json; put what belongs after the resumed step out of the way."""
+    """Write settings.json; put what a kill left, and what comes after the resumed step, away."""
+    for name in os.listdir(folder):
+        if re.fullmatch(r"\..+\.(\d+|dying)", name):        # see xtrain.publish and discard
+            xtrain.remove(os.path.join(folder, name))
     if run.source:
         now = versions(run.machine)
         changed = [f"{k} {v} -> {now[k]}" for k, v in run.state["versions"].items()
