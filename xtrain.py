@@ -582,7 +582,8 @@ def load_pretrained(folder, device="cpu", dtype="f32"):
 # GPT-2's, `bytes` has none.  Every byte string has ids, so that there is no unknown token.
 
 END_OF_TEXT = "<|endoftext|>"       # separates documents; the last id, made by no text
-PIECE, LONGEST = 1 << 16, 1 << 18   # characters of a piece: wanted, and at most
+PIECE, LONGEST = 1 << 12, 1 << 18   # characters of a piece: wanted, and at most; 4,096 encode 15 %
+BATCH = 1 << 19                     # faster than 65,536.  Characters encoded in parallel
 
 
 def say(line):
@@ -613,7 +614,7 @@ def pieces(blocks, separator=END_OF_TEXT):
 
     blocks: iterable of str; where it is cut says nothing.  separator: what documents are split at,
     and left out; None for one document.  Documents of white space alone are left out.  A document
-    is cut after 65,536 characters at the first place that no token crosses, so that pieces and
+    is cut after 4,096 characters at the first place that no token crosses, so that pieces and
     whole have the same ids; only 262,144 characters without such a place are cut anywhere.
     """
     blocks, buffer, at, whole = iter(blocks), "", 0, False
@@ -745,7 +746,7 @@ class Tokenizer:
         """
         waiting, characters = [], 0
         for piece in itertools.chain(texts, [None]):
-            if piece is None or characters >= 8*PIECE:
+            if piece is None or characters >= BATCH:
                 for ids, (text, ends) in zip(self.encode_batch(t for t, _ in waiting), waiting):
                     yield np.array(ids + [self.eot]*ends, np.int64), text, ends
                 waiting, characters = [], 0
