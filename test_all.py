@@ -2308,7 +2308,6 @@ def test_gpt2_without_network(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"model": {"type": "Unigram"}}',
-                                     '{"model": {"type": "BPE", "byte_fallback": true}}',
                                      '{"model": {"type": "BPE"}, "pre_tokenizer": null}'])
 def test_load_refuses(content, tmp_path):
     """A tokenizer.json that is missing, broken or of another kind is refused in one line."""
@@ -2329,12 +2328,26 @@ def qwen_words(t):
     return t
 
 
+def test_load_another_family(tmp_path):
+    """Rules of a folder's own survive loading; its end of text comes from tokenizer_config.json."""
+    t, text = qwen_words(vocabulary_for_tests("bpe:400")), awkward_text(3000, seed=5)
+    t.save(tmp_path)
+    for name, old, new in (("tokenizer.json", "<|endoftext|>", "<|end_of_text|>"),
+                           ("tokenizer_config.json", "<|endoftext|>", "<|end_of_text|>"),
+                           ("tokenizer_config.json", "xtrain_kind", "some_other_key")):
+        path = tmp_path/name
+        path.write_text(path.read_text("utf-8").replace(old, new), "utf-8")
+    back = xtrain.Tokenizer.load(str(tmp_path))
+    assert back.encode(text) == t.encode(text) != vocabulary_for_tests("bpe:400").encode(text)
+    assert (back.eot, back.kind, back.pieces) == (t.eot, "bpe:400", t.pieces)
+
+
 @pytest.mark.parametrize("words, size, cut", [("gpt2", 5_000_000, 1 << 12), ("gpt2", 200_000, 1),
                                               ("qwen", 200_000, 1)])
 def test_chunk_edges(words, size, cut, monkeypatch):
     """Text in pieces has the ids of the whole: edges in white space, CRLF, several scripts."""
     monkeypatch.setattr(xtrain, "PIECE", cut)
-    t, text = xtrain.Tokenizer.make("bpe:600", [awkward_text(20000)]), awkward_text(size//2)
+    t, text = xtrain.Tokenizer.make("bpe:600", [awkward_text(20000)]), awkward_text(size//3)
     t, text = (qwen_words(t) if words == "qwen" else t), text[:size]
     cuts = list(xtrain.pieces([text]))
     assert "".join(p for p, _ in cuts) == text and len(cuts) > size/(cut + 200)
