@@ -19,7 +19,9 @@ How it reads, top to bottom:
  9. Accumulation      4x4 = 16x1 = 8x2 with dropout and ignored targets; flash = composed
 10. Memory            empty regions, page faults, a constant pool, padding that stays zero
 11. Instruction sets  the smoke subset once more for every build this machine can run
-13. Generation        cache, sampling, greedy parity, sample.py and what it refuses
+ 12. Data              tokenizers, chunk edges, refusals, the cache, the loader, evaluation
+ 13. Generation        cache, sampling, greedy parity, sample.py and what it refuses
+ 14. Training          the command: resume, signals, kills, damage, bad input, what it leaves
 
 An operation of yours is one line in section 3: case(name, function, float64 formula, shapes).
 The harness compares the result with the formula and the gradient of every input with its central
@@ -35,6 +37,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import re
 import resource
 import shutil
@@ -2190,6 +2193,438 @@ def test_instruction_set(name):
     done = subprocess.run([*command, __file__], env={**os.environ, "XTRAIN_ISA": name},
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+# ---- 12. Data -----------------------------------------------------------------------------------
+# Tokenizers against transformers and tiktoken, text against its pieces, the cache against damage,
+# the loader against its own description.
+
+SHARED = pathlib.Path(__file__).resolve().parent.parent/"shared"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of tokens for this test alone."""
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path/"cache"))
+    return tmp_path/"cache"
+
+
+def awkward_text(length, seed=0):
+    """Text of all that may go wrong at an edge: runs of white space, CRLF, scripts, contractions.
+
+    The parts are random, so that with many cuts every pair of neighbours meets an edge.
+    """
+    parts = ["the ", "cat's", "we'll ", "don't", "_a", "x", "==", "...\n", "); \r\n", "123", "4 5",
+             " ", "  ", "\t", "\n", "\r\n", "\n\n  ", "\u2028", "\x85", "\xa0", "\u3000 ", "\x1c ",
+             "été", " 漢字仮名", "。", "😀", " 👩\u200d👧", "e\u0301 ", "\ufeff", "<|endoftext|", "a b"]
+    draw = np.random.default_rng(seed).integers(0, len(parts), length)
+    return "".join([parts[i] for i in draw])
+
+
+def vocabulary_for_tests(spec):
+    """The tokenizer `spec`; GPT-2's needs the cached vocabulary, else the test is skipped."""
+    if spec == "gpt2":
+        if not (SHARED/"tiktoken").is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
+            pytest.skip("no vocabulary of GPT-2 without network")
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED/"tiktoken"))
+    return xtrain.Tokenizer.make(spec, [awkward_text(20000)])
+
+
+def refused(*words):
+    """pytest.raises of a Refused that is one line and holds all words."""
+    seen = "".join(f"(?=.*{re.escape(word)})" for word in words)
+    return pytest.raises(xtrain.Refused, match=rf"\A{seen}.+\Z")
+
+
+@pytest.mark.parametrize("spec, size", [("bpe:300", 300), ("bytes", 257), ("gpt2", 50257)])
+def test_tokenizer(spec, size, tmp_path):
+    """Sizes, round trips, lengths; end of text is last and never made by text; files keep all."""
+    t, text = vocabulary_for_tests(spec), awkward_text(3000, seed=1) + "\0\U0010ffff<|endoftext|>"
+    ids = t.encode(text)
+    assert (t.kind, t.vocab_size, t.eot) == (spec, size, size - 1) and t.eot not in ids
+    assert t.decode(ids) == text and t.decode_bytes(ids) == text.encode()
+    assert t.encode_batch([text, "", "a"]) == [ids, [], t.encode("a")]
+    assert t.lengths[ids].sum() == len(text.encode()) and t.lengths[t.eot] == 0
+    assert [t.lengths[i] for i in ids] == [len(t.pieces[i]) for i in ids]
+    assert t.decode(t.encode("é")[:1]) in ("\ufffd", "é") and t.decode([t.eot, 10**6]) == ""
+    if spec == "bytes":
+        assert ids == list(text.encode())
+    t.save(tmp_path)
+    back = xtrain.Tokenizer.load(tmp_path)
+    assert back.encode(text) == ids and back.pieces == t.pieces
+    assert (back.kind, back.eot, back.digest) == (t.kind, t.eot, t.digest)
+
+
+def test_gpt2_is_tiktoken():
+    """Merges rebuilt from ranks give the ids of tiktoken itself."""
+    t, text = vocabulary_for_tests("gpt2"), awkward_text(20000, seed=2)
+    import tiktoken
+    assert t.encode(text) == tiktoken.get_encoding("gpt2").encode_ordinary(text)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("spec", ["bpe:600", "gpt2", "bytes"])
+def test_auto_tokenizer(spec, tmp_path):
+    """transformers opens the folder, with our config.json in it, and finds the same ids."""
+    _, transformers = reference()
+    t, text = vocabulary_for_tests(spec), awkward_text(20000, seed=3)
+    t.save(tmp_path)
+    config = xtrain.config_json(xtrain.Config(vocab_size=t.vocab_size))
+    (tmp_path/"config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    ids = t.encode(text)
+    assert theirs(text)["input_ids"] == ids and theirs.decode(ids) == text
+    assert theirs.eos_token_id == theirs.bos_token_id == t.eot and len(theirs) == t.vocab_size
+
+
+def test_learning_is_deterministic():
+    """Another process, with another hash seed, learns the same ids from the same text."""
+    text = awkward_text(20000)
+    code = ("import sys, xtrain; text = sys.stdin.buffer.read().decode(); "
+            "print(xtrain.Tokenizer.make('bpe:600', [text]).digest)")
+    digests = {subprocess.run([sys.executable, "-c", code], input=text.encode(), check=True,
+                              stdout=subprocess.PIPE, cwd=pathlib.Path(__file__).parent,
+                              env={**os.environ, "PYTHONHASHSEED": str(i)}).stdout for i in (1, 2)}
+    assert digests == {xtrain.Tokenizer.make("bpe:600", [text]).digest.encode() + b"\n"}
+
+
+def test_small_corpus_gives_fewer_ids(capsys):
+    """bpe:N on little text says on stderr with how many ids it goes on."""
+    t = xtrain.Tokenizer.make("bpe:5000", ["low lower lowest"])
+    assert 257 <= t.vocab_size < 300 and t.eot == t.vocab_size - 1
+    assert f"going on with {t.vocab_size} ids" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spec", ["bpe:256", "bpe:1000001", "bpe:", "bpe:-5", "bpe:1e3", "BPE:300",
+                                  "", "word", "gpt2 ", "bpe:٣٠٠"])
+def test_tokenizer_refuses(spec):
+    """Nonsense is refused in one line that names the range."""
+    with refused("--tokenizer", "257", "1000000"):
+        xtrain.Tokenizer.make(spec)
+
+
+def test_gpt2_without_network(tmp_path):
+    """No cache and no network: one line says which files to put where."""
+    code = "import xtrain; xtrain.Tokenizer.gpt2()"
+    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path), "no_proxy": "", "NO_PROXY": "",
+           "https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
+                          cwd=pathlib.Path(__file__).parent)
+    last = done.stderr.strip().split("\n")[-1]
+    assert "Refused" in last and "TIKTOKEN_CACHE_DIR" in last and done.returncode
+    for name in ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "vocab.bpe", "encoder.json"):
+        assert name in last
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"model": {"type": "Unigram"}}',
+                                     '{"model": {"type": "BPE"}, "pre_tokenizer": null}'])
+def test_load_refuses(content, tmp_path):
+    """A tokenizer.json that is missing, broken or of another kind is refused in one line."""
+    if content is not None:
+        (tmp_path/"tokenizer.json").write_text(content)
+    with refused("tokenizer.json"):
+        xtrain.Tokenizer.load(tmp_path)
+
+
+def qwen_words(t):
+    """Qwen's pre-tokens in place of GPT-2's: other rules for line ends, digits and punctuation."""
+    from tokenizers import Regex, pre_tokenizers
+    pattern = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+               r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    t.core.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return t
+
+
+def test_load_another_family(tmp_path):
+    """Rules of a folder's own survive loading; its end of text comes from tokenizer_config.json."""
+    t, text = qwen_words(vocabulary_for_tests("bpe:400")), awkward_text(3000, seed=5)
+    t.save(tmp_path)
+    for name, old, new in (("tokenizer.json", "<|endoftext|>", "<|end_of_text|>"),
+                           ("tokenizer_config.json", "<|endoftext|>", "<|end_of_text|>"),
+                           ("tokenizer_config.json", "xtrain_kind", "some_other_key")):
+        path = tmp_path/name
+        path.write_text(path.read_text("utf-8").replace(old, new), "utf-8")
+    back = xtrain.Tokenizer.load(str(tmp_path))
+    assert back.encode(text) == t.encode(text) != vocabulary_for_tests("bpe:400").encode(text)
+    assert (back.eot, back.kind, back.pieces) == (t.eot, "bpe:400", t.pieces)
+
+
+@pytest.mark.parametrize("words, size, cut", [("gpt2", 5_000_000, 1 << 12), ("gpt2", 200_000, 1),
+                                              ("qwen", 200_000, 1)])
+def test_chunk_edges(words, size, cut, monkeypatch):
+    """Text in pieces has the ids of the whole: edges in white space, CRLF, several scripts."""
+    monkeypatch.setattr(xtrain, "PIECE", cut)
+    t, text = xtrain.Tokenizer.make("bpe:600", [awkward_text(20000)]), awkward_text(size//3)
+    t, text = (qwen_words(t) if words == "qwen" else t), text[:size]
+    cuts = list(xtrain.pieces([text]))
+    assert "".join(p for p, _ in cuts) == text and len(cuts) > size/(cut + 200)
+    ids = np.concatenate([ids for ids, _, _ in t.stream(cuts)])
+    assert ids[-1] == t.eot and ids[:-1].tolist() == t.encode(text)
+
+
+@pytest.mark.parametrize("cut, longest", [(1, 3), (4, 9), (16, 50), (1 << 12, 1 << 18)])
+def test_pieces_do_not_depend_on_blocks(cut, longest, monkeypatch):
+    """Documents and pieces are the same for any blocks; separators at every place of an edge."""
+    monkeypatch.setattr(xtrain, "PIECE", cut)
+    monkeypatch.setattr(xtrain, "LONGEST", longest)
+    mark = xtrain.END_OF_TEXT
+    documents = ["a b", "x"*40, " ", "", "é"*7 + " y\n", "<|endoftext|", "word "*30]
+    text = mark.join([*documents, *documents[::-1], ""])
+    whole = list(xtrain.pieces([text]))
+    for n in (1, 7, 13, 64):
+        assert list(xtrain.pieces(text[i:i + n] for i in range(0, len(text), n))) == whole
+    joined = "".join(p + mark*ends for p, ends in whole)
+    kept = [d for d in documents + documents[::-1] if d.strip()]
+    assert joined == "".join(d + mark for d in kept)
+    assert max(len(p) for p, _ in whole) <= longest
+
+
+def write(path, content):
+    """A file of bytes or text, its folders made; returns its path as a string."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("a.txt", b"", ["corpus is empty", "0 bytes"]),
+    ("a.txt", b"<|endoftext|>\n<|endoftext|> \n", ["corpus is empty", "endoftext"]),
+    ("a.txt", b"good \xff", ["a.txt", "byte 5", "--encoding", "--errors replace"]),
+    ("a.txt", b"x"*(1 << 20) + b"\xe6\xbc", ["byte 1048576", "--encoding"]),
+    ("a.txt", b"x"*((1 << 20) - 1) + b"\xe6\xbcx", ["byte 1048575", "--encoding"]),
+    ("a.txt", b"x", ["too few"]),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', ["a.jsonl", "line 3"]),
+    ("a.jsonl", b'{"txt": "a"}\n', ["line 1", "text"]),
+    ("a.jsonl", b'{"text": 5}\n', ["line 1", "text"]),
+    ("a.jsonl", b'["text"]\n', ["line 1", "text"]),
+    ("a.jsonl", b"["*100000, ["line 1", "text"]),
+    ("a.jsonl", b'{"text": "\\ud800"}', ["line 1", "surrogate", "--errors replace"]),
+    ("sub/a.bin", b"text", [".txt", ".jsonl", "no file"]),
+])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_corpus_refuses(name, content, words, tokenizer, tmp_path, cache):
+    """Each bad corpus is refused in one line with place and way out, and leaves nothing behind."""
+    write(tmp_path/"data"/name, content)
+    with refused(*words):
+        train.prepare(str(tmp_path/"data"), tokenizer, progress=False)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_flags_of_prepare_refuse(tmp_path, cache, monkeypatch):
+    """Missing and unreadable paths, unknown encodings and error handlers are refused."""
+    file = write(tmp_path/"a.txt", "some text")
+    for words, path, options in [
+            (["nowhere", "no such file"], str(tmp_path/"nowhere"), {}),
+            (["neither"], os.devnull, {}),
+            (["--encoding", "klingon"], file, dict(encoding="klingon")),
+            (["--encoding", "base64"], file, dict(encoding="base64")),
+            (["--errors", "hope"], file, dict(errors="hope")),
+            (["--tokenizer"], file, dict(tokenizer="bpe:1"))]:
+        with refused(*words):
+            train.prepare(path, progress=False, **options)
+    # root may read everything, so that the error is made by hand
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+    monkeypatch.setattr(training, "open", denied, raising=False)
+    with refused("a.txt", "Permission denied"):
+        train.prepare(file, progress=False)
+
+
+def test_ways_out_of_bad_bytes(tmp_path, cache):
+    """--errors replace and --encoding do what the refusal promises; a BOM is left out."""
+    text = lambda path, **o: (lambda t, x: t.decode(np.concatenate([x.train, x.held_out])))(
+        *train.prepare(path, "bytes", progress=False, **o))
+    latin = write(tmp_path/"latin.txt", "caf\xe9 au lait".encode("latin-1"))
+    assert text(latin, errors="replace") == "caf\ufffd au lait"
+    assert text(latin, encoding="latin-1") == "caf\xe9 au lait"
+    assert text(write(tmp_path/"bom.txt", b"\xef\xbb\xbfabcd\r\n")) == "abcd\r\n"
+    assert text(write(tmp_path/"wide.txt", "漢字".encode("utf-16")), encoding="utf-16") == "漢字"
+    half = write(tmp_path/"half.jsonl", '{"text": "a\\ud800b"}')
+    assert text(half, errors="replace") == "a?b"
+
+
+def test_documents(tmp_path, cache):
+    """A folder's files in sorted order, split at the separator; .jsonl by line; no hidden ones."""
+    data = tmp_path/"data"
+    write(data/"b.txt", "one<|endoftext|>two\n")
+    write(data/"a"/"z.jsonl", '{"text": "zero<|endoftext|>"}\r\n\n{"id": 1, "text": "half"}')
+    for name in (".hidden.txt", ".git/x.txt", "c.bin"):
+        write(data/name, "never")
+    corpus = train.Corpus(str(data), progress=False)
+    assert list(corpus.pieces("")) == [("one", True), ("two\n", False), ("", True),
+                                       ("zero<|endoftext|>", False), ("", True),
+                                       ("half", False), ("", True)]
+    t, x = train.prepare(str(data), "bytes", progress=False)
+    ids = np.concatenate([x.train, x.held_out])
+    assert x.documents == 4 and (ids == t.eot).sum() == 4 and ids[-1] == t.eot
+    assert sorted(t.decode(d) for d in np.split(ids, np.flatnonzero(ids == t.eot) + 1)[:-1]) == [
+        "half", "one", "two\n", "zero<|endoftext|>"]
+
+
+def test_default_corpus():
+    """The standard library, without what is installed into it and without its tests."""
+    files = train.Corpus(progress=False).files
+    names = [set(pathlib.Path(f).parts) for f in files]
+    assert len(files) > 300 and any(f.endswith("argparse.py") for f in files)
+    assert not any(n & {"site-packages", "dist-packages", "test", "tests"} for n in names)
+
+
+def test_held_out_by_document(tmp_path, cache):
+    """About 5 % of the documents, by their content alone: order and neighbours do not matter."""
+    documents = [f"document {i} " + "x"*(i % 50) for i in range(2000)]
+    held = []
+    for k, some in enumerate((documents, documents[::-1], documents[:1000])):
+        path = write(tmp_path/f"{k}.txt", xtrain.END_OF_TEXT.join(some))
+        t, x = train.prepare(path, "bytes", progress=False)
+        held.append(set(t.decode(x.held_out).split("document ")[1:]))
+        assert x.train[-1] == x.held_out[-1] == t.eot
+    assert held[0] == held[1] and 60 <= len(held[0]) <= 140 and held[2] < held[0]
+    # one document: the last 5 % of its tokens, in order
+    text = "".join(map(str, range(400)))
+    t, x = train.prepare(write(tmp_path/"one.txt", text), "bytes", progress=False)
+    assert len(x.held_out) == (len(text) + 1)//20 and t.decode([*x.train, *x.held_out]) == text
+
+
+def test_cache_of_tokens(tmp_path, cache, capsys, monkeypatch):
+    """Found again by content, made again when damaged, never mixed up, optional."""
+    path = write(tmp_path/"a.txt", awkward_text(3000))
+    prepare = partial(train.prepare, tokenizer="bpe:300", progress=False)
+    t, x = prepare(path)
+    assert x.train.dtype == np.uint16 and not x.train.flags.writeable
+    again = prepare(write(tmp_path/"moved.txt", awkward_text(3000)))[1]
+    assert (again.folder, again.digest) == (x.folder, x.digest)
+    others = [prepare(path, tokenizer="bpe:301"), prepare(path, errors="replace"),
+              prepare(path, tokenizer=t), prepare(write(tmp_path/"b.txt", awkward_text(3001)))]
+    assert len({x.folder, *(o.folder for _, o in others)}) == 5
+    assert [o.digest == x.digest for _, o in others] == [False, True, True, False]
+    capsys.readouterr()
+
+    # a flipped bit of an id, of the split, a cut end, an old magic, a broken tokenizer
+    file = pathlib.Path(x.folder, "tokens.bin")
+    good, vocabulary = file.read_bytes(), pathlib.Path(x.folder, "tokenizer.json")
+    flip = lambda i: good[:i] + bytes([good[i] ^ 1]) + good[i + 1:]
+    for damaged in (flip(len(good) - 1), flip(16), good[:-2], good[:10], flip(0), None):
+        if damaged is None:
+            vocabulary.write_text("{")
+        else:
+            file.write_bytes(damaged)
+        assert prepare(path)[1].digest == x.digest
+        assert "making it again" in capsys.readouterr().err
+        assert file.read_bytes() == good
+    assert not [n for n in os.listdir(cache) if n.startswith(".")]
+
+    monkeypatch.setenv("XTRAIN_CACHE", write(tmp_path/"blocked", "a file") + "/cache")
+    _, elsewhere = prepare(path)
+    assert elsewhere.digest == x.digest and "cannot be written" in capsys.readouterr().err
+    folder = elsewhere.folder
+    assert os.path.isdir(folder)
+    del elsewhere, _
+    gc.collect()
+    assert not os.path.exists(folder)
+
+
+def test_wide_ids(tmp_path, cache):
+    """More than 65,536 ids are stored in 32 bits."""
+    t = xtrain.Tokenizer.bytes()
+    t.core.add_tokens([f"word{i}" for i in range(70000)])
+    t = xtrain.Tokenizer(t.core, "wide", 256)
+    path = write(tmp_path/"a.txt", "a word69999 b"*9)
+    _, x = train.prepare(path, t, progress=False)
+    assert x.train.dtype == np.uint32 and 257 + 69999 in x.train
+
+
+def test_bounded_memory(tmp_path):
+    """9 MB more of corpus take less than 9 MB more of memory (measured in fresh processes)."""
+    code = ("import resource, sys, train; train.prepare(sys.argv[1], 'bpe:400', progress=False); "
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+    peak = []
+    for n in (1, 4):
+        path = write(tmp_path/f"{n}.txt", "some words, and another line\n"*100_000*n)
+        out = subprocess.run([sys.executable, "-c", code, path], check=True, capture_output=True,
+                             cwd=pathlib.Path(__file__).parent,
+                             env={**os.environ, "XTRAIN_CACHE": str(tmp_path/"cache")}).stdout
+        peak.append(int(out)/1024)
+    assert peak[1] - peak[0] < 9, peak
+
+
+def sequences_of(steps, n=1003, seq=8, seed=3, **split):
+    """All (number, tokens) of some updates, over all ranks, sorted by number."""
+    rows, ranks = [], split.get("ranks", 1)
+    for step, rank in itertools.product(steps, range(ranks)):
+        loader = train.Loader(np.arange(n, dtype=np.uint16), seq, seed=seed, rank=rank, **split)
+        micros, counted = loader.step(step)
+        assert counted == loader.sequences*seq and len(micros) == split.get("accum", 1)
+        for micro in micros:
+            assert (micro.targets == micro.tokens + 1).all()
+            assert (micro.order == np.argsort(micro.tokens.ravel(), kind="stable")).all()
+            assert micro.tokens.dtype == micro.targets.dtype == micro.order.dtype == np.int64
+            rows += [(micro.first_sequence + i, *row)
+                     for i, row in enumerate(micro.tokens.tolist())]
+    return sorted(rows)
+
+
+def test_loader_split():
+    """The same sequences under the same numbers for 16x1, 4x4, 8x2, and over ranks."""
+    want = sequences_of(range(1, 20), batch=16)
+    assert [row[0] for row in want] == list(range(19*16))
+    for batch, accum, ranks in ((4, 4, 1), (8, 2, 1), (1, 16, 1), (4, 2, 2), (2, 2, 4), (8, 1, 2)):
+        assert sequences_of(range(1, 20), batch=batch, accum=accum, ranks=ranks) == want
+
+
+def test_loader_epochs():
+    """An epoch is every window once, at one offset; the next has another order and offset."""
+    loader = train.Loader(np.arange(1003, dtype=np.uint16), 8, 7, seed=3)
+    assert loader.windows == 1003//8 - 1 and loader.epoch_steps == -(-loader.windows//7)
+    starts = [row[1] for row in sequences_of(range(1, 4*loader.epoch_steps), batch=7)]
+    epochs = [starts[i:i + loader.windows] for i in range(0, 3*loader.windows, loader.windows)]
+    for epoch in epochs:
+        offset = min(epoch)
+        assert sorted(epoch) == [offset + 8*i for i in range(loader.windows)] and 0 <= offset < 8
+    assert epochs[0] != sorted(epochs[0]) and len({tuple(np.argsort(e)) for e in epochs}) == 3
+    assert sequences_of([5], batch=7, seed=4) != sequences_of([5], batch=7)
+    # any order of calls gives the same batch: a resumed run needs no state
+    far_first = [loader.step(n)[0][0].tokens.tolist() for n in (60, 2, 60)]
+    assert far_first[0] == far_first[2] and far_first[1] == loader.step(2)[0][0].tokens.tolist()
+
+
+def test_loader_order_is_fixed():
+    """The order of the data for one seed, written down: a NumPy that differs would break resume."""
+    order, offset = train.Loader(np.arange(100), 8, 1, seed=1337).epoch(1)
+    assert (order.tolist(), offset) == ([7, 2, 6, 8, 0, 5, 4, 10, 9, 1, 3], 2)
+
+
+def test_loader_is_short():
+    """Down to one window it works; below, both numbers are named."""
+    micro, = train.Loader(np.arange(9), 8, 2).step(3)[0]
+    assert micro.tokens.tolist() == [list(range(8))]*2
+    with refused("9 tokens", "has 8", "--seq"):
+        train.Loader(np.arange(8), 8, 1)
+    for n in range(9, 60):              # no window reaches over the end
+        sequences_of(range(1, 9), n=n, batch=3)
+
+
+@pytest.mark.parametrize("n, seq, batch", [(50, 8, 3), (2, 8, 3), (49, 8, 2), (9, 8, 1),
+                                           (30, 100, 4)])
+def test_evaluate(n, seq, batch):
+    """The mean over windows that do not overlap, each target once; dropout off; mode put back."""
+    model, tokens = scatter(build(dropout=0.5)), ints(19, n).astype(np.uint16)
+    lengths = np.arange(model.config.vocab_size)
+    loss, bpb = xtrain.evaluate(model, tokens, lengths, seq, batch)
+    assert model.training
+    model.eval()
+    nats = 0.0
+    for i in range(0, n - 1, seq):
+        window = tokens[i:i + seq + 1].astype(np.int64)[None]
+        nats += model.loss(window[:, :-1], window[:, 1:]).item()*(window.size - 1)
+    assert_close([loss, bpb], [nats/(n - 1), nats/np.log(2)/lengths[tokens[1:]].sum()])
+    xtrain.evaluate(model, tokens, lengths, seq, batch)
+    assert not model.training
+    short = xtrain.evaluate(model, tokens, lengths, seq, batch, limit=1)
+    assert short == xtrain.evaluate(model, tokens[:2], lengths, seq, batch)
+    with refused("1 tokens", "at least 2"):
+        xtrain.evaluate(model, tokens[:1], lengths, seq)
 
 
 # ---- 13. Generation -----------------------------------------------------------------------------

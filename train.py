@@ -278,7 +278,7 @@ class Corpus:
         # old sources in some library may be Latin-1, and nobody could mend that
         self.encoding, self.errors = encoding, "replace" if path is None else errors
         check_encoding(encoding, errors)
-        self.size = sum(os.path.getsize(file) for file in self.files)
+        self.size = sum(file_size(file) for file in self.files)
         if not self.size:
             raise Refused(f"{self.name}: the corpus is empty (0 bytes in {len(self.files)} files)")
 
@@ -288,7 +288,8 @@ class Corpus:
 
     def digest(self):
         """SHA-256 (hex) of what the documents are made of: contents in order, encoding, errors."""
-        total = hashlib.sha256(f"{self.encoding} {self.errors} {xtrain.PIECE}".encode())
+        how = (self.encoding, self.errors, xtrain.PIECE, xtrain.LONGEST)
+        total = hashlib.sha256(repr(how).encode())
         with self.bar("reading") as bar:
             for file in self.files:
                 content = hashlib.sha256()
@@ -313,6 +314,16 @@ class Corpus:
         if empty:
             raise Refused(f"{self.name}: the corpus is empty (only white space and "
                           f"{xtrain.END_OF_TEXT} in {self.size} bytes)")
+
+
+def file_size(file):
+    """Bytes of a file; Refused for what would fail, or wait for ever, when it is read."""
+    try:
+        if os.path.exists(file) and not os.path.isfile(file):
+            raise Refused(f"{file}: not a regular file; take it out of the folder")
+        return os.path.getsize(file)
+    except OSError as e:
+        raise Refused(f"{file}: cannot be read ({e.strerror})") from None
 
 
 def is_jsonl(file):

@@ -720,7 +720,8 @@ def load_pretrained(folder, device="cpu", dtype="f32"):
 # GPT-2's, `bytes` has none.  Every byte string has ids, so that there is no unknown token.
 
 END_OF_TEXT = "<|endoftext|>"       # separates documents; the last id, made by no text
-PIECE, LONGEST = 1 << 16, 1 << 18   # characters of a piece: wanted, and at most
+PIECE, LONGEST = 1 << 12, 1 << 18   # characters of a piece: wanted, and at most; 4,096 encode 15 %
+BATCH = 1 << 19                     # faster than 65,536.  Characters encoded in parallel
 
 
 def say(line):
@@ -751,7 +752,7 @@ def pieces(blocks, separator=END_OF_TEXT):
 
     blocks: iterable of str; where it is cut says nothing.  separator: what documents are split at,
     and left out; None for one document.  Documents of white space alone are left out.  A document
-    is cut after 65,536 characters at the first place that no token crosses, so that pieces and
+    is cut after 4,096 characters at the first place that no token crosses, so that pieces and
     whole have the same ids; only 262,144 characters without such a place are cut anywhere.
     """
     blocks, buffer, at, whole = iter(blocks), "", 0, False
@@ -883,7 +884,7 @@ class Tokenizer:
         """
         waiting, characters = [], 0
         for piece in itertools.chain(texts, [None]):
-            if piece is None or characters >= 8*PIECE:
+            if piece is None or characters >= BATCH:
                 for ids, (text, ends) in zip(self.encode_batch(t for t, _ in waiting), waiting):
                     yield np.array(ids + [self.eot]*ends, np.int64), text, ends
                 waiting, characters = [], 0
@@ -963,9 +964,8 @@ def check_byte_level(j):
     """ValueError unless tokenizer.json's object j is a BPE over bytes."""
     model, before = j.get("model") or {}, j.get("pre_tokenizer") or {}
     steps = [before, *before.get("pretokenizers", [])]
-    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
-        raise ValueError(f"its model is {model.get('type')!r}, byte_fallback "
-                         f"{model.get('byte_fallback')}")
+    if model.get("type", "BPE") != "BPE":
+        raise ValueError(f"its model is {model['type']!r}")
     if not any(step.get("type") == "ByteLevel" for step in steps):
         raise ValueError("its pre_tokenizer has no ByteLevel")
 
