@@ -19,9 +19,9 @@ How it reads, top to bottom:
  9. Accumulation      4x4 = 16x1 = 8x2 with dropout and ignored targets; flash = composed
 10. Memory            empty regions, page faults, a constant pool, padding that stays zero
 11. Instruction sets  the smoke subset once more for every build this machine can run
- 12. Data              tokenizers, chunk edges, refusals, the cache, the loader, evaluation
- 13. Generation        cache, sampling, greedy parity, sample.py and what it refuses
- 14. Training          the command: resume, signals, kills, damage, bad input, what it leaves
+12. Data              tokenizers, chunk edges, refusals, the cache, the loader, evaluation
+13. Generation        cache, sampling, greedy parity, sample.py and what it refuses
+14. Training          the command: resume, signals, kills, damage, bad input, what it leaves
 
 An operation of yours is one line in section 3: case(name, function, float64 formula, shapes).
 The harness compares the result with the formula and the gradient of every input with its central
@@ -2427,7 +2427,7 @@ def test_flags_of_prepare_refuse(tmp_path, cache, monkeypatch):
     # root may read everything, so that the error is made by hand
     def denied(*_):
         raise PermissionError(13, "Permission denied")
-    monkeypatch.setattr(training, "open", denied, raising=False)
+    monkeypatch.setattr(train, "open", denied, raising=False)
     with refused("a.txt", "Permission denied"):
         train.prepare(file, progress=False)
 
