@@ -2216,7 +2216,8 @@ def awkward_text(length, seed=0):
     """
     parts = ["the ", "cat's", "we'll ", "don't", "_a", "x", "==", "...\n", "); \r\n", "123", "4 5",
              " ", "  ", "\t", "\n", "\r\n", "\n\n  ", "\u2028", "\x85", "\xa0", "\u3000 ", "\x1c ",
-             "été", " 漢字仮名", "。", "😀", " 👩\u200d👧", "e\u0301 ", "\ufeff", "<|endoftext|", "a b"]
+             "été", "字，", "．", " 漢字仮名", "。", "😀", " 👩\u200d👧", "e\u0301 ", "\ufeff",
+             "<|endoftext|", "a b"]
     draw = np.random.default_rng(seed).integers(0, len(parts), length)
     return "".join([parts[i] for i in draw])
 
@@ -2359,12 +2360,12 @@ def test_chunk_edges(words, size, cut, monkeypatch):
     t, text = xtrain.Tokenizer.make("bpe:600", [awkward_text(20000)]), awkward_text(size//3)
     t, text = (qwen_words(t) if words == "qwen" else t), text[:size]
     cuts = list(xtrain.pieces([text]))
-    assert "".join(p for p, _ in cuts) == text and len(cuts) > size/(cut + 200)
+    assert "".join(p for p, _ in cuts) == text and len(cuts) > len(text)/(cut + 200)
     ids = np.concatenate([ids for ids, _, _ in t.stream(cuts)])
     assert ids[-1] == t.eot and ids[:-1].tolist() == t.encode(text)
 
 
-@pytest.mark.parametrize("cut, longest", [(1, 3), (4, 9), (16, 50), (1 << 12, 1 << 18)])
+@pytest.mark.parametrize("cut, longest", [(1, 3), (4, 9), (16, 50), (1 << 12, 1 << 15)])
 def test_pieces_do_not_depend_on_blocks(cut, longest, monkeypatch):
     """Documents and pieces are the same for any blocks; separators at every place of an edge."""
     monkeypatch.setattr(xtrain, "PIECE", cut)

@@ -720,7 +720,7 @@ def load_pretrained(folder, device="cpu", dtype="f32"):
 # GPT-2's, `bytes` has none.  Every byte string has ids, so that there is no unknown token.
 
 END_OF_TEXT = "<|endoftext|>"       # separates documents; the last id, made by no text
-PIECE, LONGEST = 1 << 12, 1 << 18   # characters of a piece: wanted, and at most; 4,096 encode 15 %
+PIECE, LONGEST = 1 << 12, 1 << 15   # characters of a piece: wanted, and at most; 4,096 encode 15 %
 BATCH = 1 << 19                     # faster than 65,536.  Characters encoded in parallel
 
 
@@ -743,8 +743,9 @@ SYMBOLS = byte_symbols()
 BYTE_OF = {symbol: b for b, symbol in enumerate(SYMBOLS)}
 
 # No pre-token of GPT-2, Qwen or Llama holds a character other than space followed by a space, or a
-# letter or digit followed by a line end.  (A line end may stick to punctuation before it.)
-SAFE_CUT = re.compile(r"[^\s](?= )|[^\W_](?=[\r\n])")
+# letter or digit followed by a line end or punctuation (which a line end may stick to).  Not every
+# script writes spaces.
+SAFE_CUT = re.compile(r"[^\s](?= )|[^\W_](?=[\r\n,.、。，！？])")
 
 
 def pieces(blocks, separator=END_OF_TEXT):
@@ -752,8 +753,8 @@ def pieces(blocks, separator=END_OF_TEXT):
 
     blocks: iterable of str; where it is cut says nothing.  separator: what documents are split at,
     and left out; None for one document.  Documents of white space alone are left out.  A document
-    is cut after 4,096 characters at the first place that no token crosses, so that pieces and
-    whole have the same ids; only 262,144 characters without such a place are cut anywhere.
+    is cut after 4,096 characters at the first place that no token crosses, so that pieces and whole
+    have the same ids; only 32,768 characters without such a place are cut anywhere.
     """
     blocks, buffer, at, whole = iter(blocks), "", 0, False
     width, inside = len(separator or ""), False
