@@ -458,6 +458,10 @@ def working_folder(root):
     """A new folder to write in -> (its path, None), or (path, what removes it) outside `root`."""
     try:
         os.makedirs(root, exist_ok=True)
+        for name in os.listdir(root):           # of a process that was killed, a day ago or more
+            path = os.path.join(root, name)
+            if name.startswith(".unfinished-") and time.time() - os.path.getmtime(path) > 86400:
+                shutil.rmtree(path, ignore_errors=True)
         # begins with a dot, in the cache itself: renaming works inside one file system only
         return tempfile.mkdtemp(prefix=".unfinished-", dir=root), None
     except OSError as e:
