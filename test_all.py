@@ -3211,8 +3211,8 @@ def test_output_to_a_pipe_is_clean(start, tmp_path, environment):
 
 
 BAD_INPUT = [       # flags, what the one line must contain
-    ("--learning-rate=1", "unknown flag --learning-rate"), ("--head=2", "did you mean --heads?"),
-    ("stray", "stray"), ("--lr=abc", "--lr"), ("--lr=nan", "--lr"), ("--lr=inf", "--lr"),
+    ("--learning-rate=1", "unknown flag --learning-rate: did you mean --lr?"), ("--head=2", "did you mean --heads?"),
+    ("stray", "stray"), ("--lr=abc", "--lr abc: wants"), ("--lr=nan", "--lr"), ("--lr=inf", "--lr"),
     ("--lr=-1", "--lr -1.0: must be > 0"), ("--dim=-4", "--dim -4"), ("--dim=0", "--dim 0"),
     ("--layers=0", "--layers"), ("--seq=0", "--seq"), ("--batch=0", "--batch"),
     ("--steps=0", "--steps"), ("--accum-steps=-1", "--accum-steps"), ("--steps=1.5", "--steps"),

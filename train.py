@@ -483,27 +483,18 @@ def make_tokens(folder, corpus, tokenizer):
         if temporary:
             return open_tokens(work, temporary)
         for name in os.listdir(work):
-            sync(os.path.join(work, name))
+            xtrain.flush(os.path.join(work, name))
         shutil.rmtree(folder, ignore_errors=True)       # a damaged one
         try:
             os.rename(work, folder)
         except OSError:
             if not os.path.isdir(folder):               # else another process was faster
                 raise
-        sync(os.path.dirname(folder))
+        xtrain.flush(os.path.dirname(folder))
         return open_tokens(folder)
     finally:
         if not temporary:
             shutil.rmtree(work, ignore_errors=True)
-
-
-def sync(path):
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def held_out(text):
@@ -922,8 +913,12 @@ class Metrics:
 
     def write(self, **row):
         """Append a line; a reader sees it at once."""
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+        except OSError as e:
+            e.filename = self.path          # for whoever tells the user that the disk is full
+            raise
 
     def picture(self):
         """Draw loss.png if matplotlib is there."""

@@ -1132,7 +1132,9 @@ def publish(path, write):
             discard(path)
         os.replace(temporary, path)
         flush(folder)
-    except BaseException:
+    except BaseException as e:
+        if isinstance(e, OSError):
+            e.filename = e.filename or path         # write() alone does not know where
         remove(temporary)
         raise
 
@@ -1253,10 +1255,22 @@ def setting(default, text, unit="", group="", **limits):
     return dataclasses.field(default=default, metadata=about)
 
 
+# Our flags, and what they are called in nanoGPT, llm.c, transformers and mlx-lm.
+OTHER_NAMES = {
+    "--lr": ("learning-rate",), "--batch": ("batch-size", "micro-batch-size"),
+    "--seq": ("block-size", "seq-len", "context-length"), "--steps": ("max-iters", "iters"),
+    "--layers": ("n-layer", "num-layers"), "--heads": ("n-head", "num-heads"),
+    "--dim": ("n-embd", "hidden-size"), "--accum-steps": ("gradient-accumulation-steps",),
+    "--data": ("dataset", "train-file"), "--max-new": ("max-tokens", "max-new-tokens"),
+    "--num": ("num-samples", "n-samples")}
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that refuses in xtrain's way: one line, the nearest flag named."""
 
     def error(self, message):
+        wanted = re.fullmatch(r"argument (\S+): invalid (.+) value: '(.*)'", message)
+        message = f"{wanted[1]} {wanted[3]}: wants a {wanted[2]}" if wanted else message
         raise Refused(f"{message} (--help lists all flags)")
 
 
@@ -1312,8 +1326,10 @@ def parse(settings, parser, argv, source=""):
     if unknown:
         known = [name for action in parser._actions for name in action.option_strings]
         name = unknown[0].split("=")[0]
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
+        plain = name.lstrip("-").replace("_", "-")
+        near = [ours for ours, others in OTHER_NAMES.items() if plain in others and ours in known]
+        near += difflib.get_close_matches(name, known, 1, cutoff=0)
+        hint = f"did you mean {near[0]}? (--help lists all flags)"
         what = "unknown flag" if name.startswith("-") else "belongs to no flag:"
         raise Refused(f"{source}{what} {name}: {hint}")
     fields = {f.name: f for f in dataclasses.fields(settings)}
@@ -1459,5 +1475,5 @@ def terminal():
 
 def complain(message, code):
     """One line on stderr; returns the exit code."""
-    print("xtrain: error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+    print("xtrain: error: " + one_line(message), file=sys.stderr, flush=True)
     return code
