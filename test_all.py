@@ -3191,6 +3191,34 @@ def test_init_from(start, capsys):
     assert "--dim 32" in capsys.readouterr().err and not os.path.exists("c")
 
 
+@pytest.mark.parity
+@pytest.mark.parametrize("spec", ["bpe:600", "gpt2", "bytes"])
+def test_checkpoint_in_transformers(start, spec):
+    """transformers opens a checkpoint, tokenizer included, and continues ten prompts with the same
+    48 tokens."""
+    torch, transformers = reference()
+    vocabulary_for_tests(spec)                  # skips where GPT-2's is not to be had
+    text = open(train.__file__).read()          # enough words for 600 ids
+    open("story.txt", "w").write(text)
+    assert start("--out=a", f"--tokenizer={spec}", "--steps=60", "--lr=0.01", "--dim=32",
+                 "--seq=32", "--batch=4", "--eval-every=60", "--log-every=60") == 0
+    folder, = xtrain.checkpoints("a").values()
+    tokenizer, ours = xtrain.Tokenizer.load(folder), xtrain.load_pretrained(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    auto, said = transformers.AutoTokenizer.from_pretrained(folder), set()
+    for i in range(10):
+        prompt = text[4000*i:4000*i + 5 + 3*i]
+        ids = tokenizer.encode(prompt)
+        given = auto(prompt, return_tensors="pt")
+        assert given["input_ids"][0].tolist() == ids
+        out = theirs.generate(**given, max_new_tokens=48, do_sample=False)[0].tolist()
+        mine = list(xtrain.generate(ours, ids, 48, 0, stop=tokenizer.eot))
+        # theirs ends with end of text, ours before it
+        assert out[len(ids):] == mine + [tokenizer.eot]*(len(mine) < 48), (i, prompt)
+        said |= set(mine)
+    assert len(said) > 3            # greedy, a model this small soon goes in circles
+
+
 def test_bench_ends_in_json(start, capsys):
     """The last line is JSON with the contract's keys, and its figures belong together."""
     assert start("--bench=3", "--vocab-size=300") == 0

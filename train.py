@@ -71,7 +71,7 @@ class Settings:
     kv_heads: int = setting(None, "key and value heads, a divisor of heads (heads)", "", MODEL,
                             least=1)
     head_dim: int = setting(None, "width of a head, even (dim / heads)", "", MODEL, least=1)
-    ffn: int = setting(None, "inner width of SwiGLU (8/3 dim, up to 64)", "", MODEL, least=1)
+    ffn: int = setting(None, "inner width of SwiGLU (8/3 dim, rounded up to 64)", "", MODEL, least=1)
     vocab_size: int = setting(None, "ids, more than the tokenizer has is padding (tokenizer's)",
                               "", MODEL, least=1)
     tie_embeddings: bool = setting(None, "one matrix for embedding and head (preset's)", "", MODEL)
