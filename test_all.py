@@ -3216,7 +3216,7 @@ def test_checkpoint_in_transformers(start, spec):
         # theirs ends with end of text, ours before it
         assert out[len(ids):] == mine + [tokenizer.eot]*(len(mine) < 48), (i, prompt)
         said |= set(mine)
-    assert len(said) > 3            # greedy, a model this small soon goes in circles
+    assert len(said) > 2            # greedy, a model this small soon goes in circles
 
 
 def test_bench_ends_in_json(start, capsys):
