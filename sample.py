@@ -45,7 +45,7 @@ class Settings:
     dtype: str = setting("auto", "f32 to compute in; with --export, of the file", group="Model",
                          choices=("auto", "f32", "bf16"))
     prompt: str = setting("", "text to continue; empty starts from end of text", group="Text")
-    max_new: int = setting(200, "at most so many new ones", "tokens", group="Text", least=1,
+    max_new: int = setting(100, "at most so many new ones", "tokens", group="Text", least=1,
                           most=10**9)
     num: int = setting(1, "how many texts", group="Text", least=1, most=1000)
     seed: int = setting(1337, "of the random numbers", group="Text", least=0, below=2**64)

@@ -31,6 +31,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -80,14 +81,14 @@ class Settings:
                              least=0, below=1)
     init_from: str = setting(None, "start from the weights of a Hugging Face folder", "path", MODEL)
 
-    seq: int = setting(256, "length of a training sequence", "tokens", BATCH, least=1)
+    seq: int = setting(128, "length of a training sequence", "tokens", BATCH, least=1)
     batch: int = setting(4, "sequences of one micro-step", "sequences", BATCH, least=1)
     accum_steps: int = setting(1, "micro-steps whose gradients add up to one update", "", BATCH,
                                least=1)
     steps: int = setting(300, "updates in all, those before --resume included", "", BATCH, least=1)
     max_minutes: float = setting(None, "stop, saved, after this long", "minutes", BATCH, above=0)
 
-    lr: float = setting(None, "highest learning rate (0.5 / dim, at most 0.005)", "", OPTIMIZER,
+    lr: float = setting(None, "highest learning rate (0.75 / dim, at most 0.005)", "", OPTIMIZER,
                         above=0)
     min_lr: float = setting(None, "learning rate at the end (lr / 10)", "", OPTIMIZER, least=0)
     warmup: int = setting(None, "updates that raise it from 0 (a tenth of steps, at most 100)",
@@ -694,7 +695,7 @@ class Run:
         """Fill in what follows from other settings; it is stored as not given, to follow again."""
         s = self.s
         self.stored = {k: v for k, v in dataclasses.asdict(s).items() if k not in OWN}
-        s.lr = min(0.5/s.dim, 5e-3) if s.lr is None else s.lr
+        s.lr = min(0.75/s.dim, 5e-3) if s.lr is None else s.lr
         s.min_lr = s.lr/10 if s.min_lr is None else s.min_lr
         s.warmup = min(100, s.steps//10) if s.warmup is None else s.warmup
         s.eval_every = max(1, s.steps//5) if s.eval_every is None else s.eval_every
@@ -965,7 +966,7 @@ def draw(rows, path):
 
 # ---- 7. Loop -------------------------------------------------------------------------------------
 
-SAMPLE_TOKENS, LAST_SAMPLE_TOKENS = 48, 160         # at an evaluation, at the end
+SAMPLE_TOKENS, LAST_SAMPLE_TOKENS = 40, 120         # at an evaluation, at the end
 
 
 class Signals:
@@ -1113,7 +1114,9 @@ def finish(run, folder, clock, why, caught):
         print("the model writes (temperature 0.8, top-k 50):\n"
               + indented(sample(run, LAST_SAMPLE_TOKENS)))
     more = run.s.steps if why else 2*run.s.steps
-    print(f"sample:  python sample.py --model {folder} --prompt 'def '\n"
+    prompt = " --prompt 'def '" if run.s.data is None else ""       # Python's own library
+    folder = shlex.quote(folder)
+    print(f"sample:  python sample.py --model {folder}{prompt}\n"
           f"go on:   python train.py --resume {folder}" + ("" if why else f" --steps {more}"))
 
 
