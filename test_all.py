@@ -2974,7 +2974,7 @@ def test_resume_at_the_end_of_an_epoch(start):
 def test_resume_takes_over_settings(start, capsys):
     """Stored settings are defaults; what may change does; what may not is named; done is done."""
     assert start("--out=a", "--weight-decay=0.3", "--steps=4") == 0
-    assert xtrain.exit_code(train.main, ["--resume=a", "--data=story.txt", "--steps=6"]) == 0
+    assert xtrain.exit_code(train.main, ["--resume=a", "--steps=6"]) == 0      # --data too
     settings = json.load(open("a/settings.json"))
     assert settings["weight_decay"] == 0.3 and settings["dim"] == 16 and settings["steps"] == 6
     assert [r["step"] for r in rows_of("a") if "loss" in r] == [1, 2, 3, 4, 5, 6]
@@ -2997,6 +2997,16 @@ def test_resume_of_an_older_checkpoint_keeps_the_later_one(start):
     assert list(xtrain.checkpoints("a")) == [1, 2, 3, 4]
     assert os.path.exists("a/.later-step-00000006/model.safetensors")
     assert rows_of("a")[-1]["step"] == 4
+    assert json.loads(open("a/.later-metrics.jsonl").readlines()[-1])["step"] == 6
+
+
+def test_one_process_a_folder(start, tmp_path, capsys):
+    """A second process that would write into the same run is refused, and spoils nothing."""
+    process = spawn(tmp_path, "--out=a", "--steps=100000", "--eval-every=100000")
+    wait_for_step(tmp_path/"a", 5, process)
+    assert start("--out=a") == 2 and "another process" in capsys.readouterr().err
+    process.terminate()
+    assert process.wait(timeout=60) == 143 and xtrain.checkpoints("a")
 
 
 def damage(path, how):

@@ -22,7 +22,9 @@ What a run writes (runs/<preset>-<n>, or --out): settings.json, metrics.jsonl, l
 and checkpoints step-00000100/, each a Hugging Face folder that transformers and sample.py open.
 """
 import codecs
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import importlib.util
 import itertools
@@ -72,7 +74,8 @@ class Settings:
     kv_heads: int = setting(None, "key and value heads, a divisor of heads (heads)", "", MODEL,
                             least=1)
     head_dim: int = setting(None, "width of a head, even (dim / heads)", "", MODEL, least=1)
-    ffn: int = setting(None, "inner width of SwiGLU (8/3 dim, rounded up to 64)", "", MODEL, least=1)
+    ffn: int = setting(None, "inner width of SwiGLU (8/3 dim, rounded up to 64)", "", MODEL,
+                       least=1)
     vocab_size: int = setting(None, "ids, more than the tokenizer has is padding (tokenizer's)",
                               "", MODEL, least=1)
     tie_embeddings: bool = setting(None, "one matrix for embedding and head (preset's)", "", MODEL)
@@ -135,7 +138,7 @@ class Settings:
 ARCHITECTURE = ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab_size",
                 "tie_embeddings", "qk_norm")
 FIXED = ARCHITECTURE + ("preset", "tokenizer", "seed")
-OWN = ("out", "resume", "config", "bench", "init_from", "data", "max_minutes")
+OWN = ("out", "resume", "config", "bench", "init_from", "max_minutes")
 
 
 def read_settings(argv):
@@ -695,6 +698,7 @@ class Run:
         """Fill in what follows from other settings; it is stored as not given, to follow again."""
         s = self.s
         self.stored = {k: v for k, v in dataclasses.asdict(s).items() if k not in OWN}
+        self.stored["data"] = s.data and os.path.abspath(s.data)
         s.lr = min(0.75/s.dim, 5e-3) if s.lr is None else s.lr
         s.min_lr = s.lr/10 if s.min_lr is None else s.min_lr
         s.warmup = min(100, s.steps//10) if s.warmup is None else s.warmup
@@ -796,31 +800,62 @@ def versions(machine):
             "numpy": np.__version__, "core": machine.core, "dtype": machine.dtype}
 
 
-def claim_folder(s, source):
-    """(run folder, made just now?): --out, the resumed run's, or the next free runs/<preset>-<n>.
-
-    Refused if it holds a run already, is a file or cannot be written.
-    """
+def run_folder(s, source):
+    """(path, made just now?): --out, the resumed run's, or the next free runs/<preset>-<n>."""
     resumed = source and os.path.dirname(os.path.normpath(source)) or "."
     if source and s.out is None and os.path.exists(os.path.join(resumed, "metrics.jsonl")):
         return resumed, False
+    if s.out:
+        made = not os.path.isdir(s.out)
+        os.makedirs(s.out, exist_ok=True)
+        return s.out, made
+    for n in itertools.count(1):
+        try:
+            os.makedirs(os.path.join("runs", f"{s.preset}-{n}"))    # fails if another was faster
+            return os.path.join("runs", f"{s.preset}-{n}"), True
+        except FileExistsError:
+            pass
+
+
+def lock_folder(s, source):
+    """(run folder, made just now?, handle that keeps other processes out until it is closed)."""
     try:
-        for n in itertools.count(1):
-            folder = s.out or os.path.join("runs", f"{s.preset}-{n}")
-            if s.out or not os.path.exists(folder):
-                break
-        made = not os.path.isdir(folder)
-        os.makedirs(folder, exist_ok=True)
-        probe = os.path.join(folder, ".probe")
-        open(probe, "w").close()
-        os.remove(probe)
+        folder, made = run_folder(s, source)
+        with tempfile.TemporaryFile(dir=folder):
+            pass                                    # so it can be written
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)        # ends with the process, however
+        return folder, made, lock
+    except BlockingIOError:
+        raise Refused(f"--out {folder}: another process is training there; wait for it, or choose "
+                      "another folder") from None
     except OSError as e:
-        raise Refused(f"--out {folder}: {e.strerror}; choose another folder") from None
+        raise Refused(f"--out {s.out or 'runs'}: {e.strerror}; choose another folder") from None
+
+
+@contextlib.contextmanager
+def claimed_folder(s, source):
+    """The run folder, for this process alone; removed again if nothing came of it.
+
+    Refused if it holds another run, is in use, is a file or cannot be written.
+    """
+    folder, made, lock = lock_folder(s, source)
+    try:
+        check_free(folder, source)
+        yield folder
+    finally:
+        os.close(lock)
+        if made and not os.path.exists(os.path.join(folder, "metrics.jsonl")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_free(folder, source):
+    """Refused if the folder holds a run that is not the one to resume."""
     taken = os.path.exists(os.path.join(folder, "metrics.jsonl")) or xtrain.checkpoints(folder)
-    if taken and not (source and os.path.samefile(folder, resumed)):
+    resumed = os.path.dirname(os.path.abspath(source)) if source else None
+    if taken and not (resumed and os.path.samefile(folder, resumed)):
         raise Refused(f"--out {folder}: holds a run already; go on with it by --resume {folder}, "
                       "or choose another folder")
-    return folder, made
 
 
 # ---- 6. Logs -------------------------------------------------------------------------------------
@@ -1074,7 +1109,8 @@ def update(run, metrics, progress, clock, interrupted):
 def evaluate(run, metrics, progress):
     """Held-out loss, its line, the picture and a sample."""
     loss, bpb = run.evaluate()
-    metrics.write(step=run.step, val_loss=loss, val_bpb=bpb)
+    # held-out text of end-of-text ids alone has no bytes; JSON has no NaN
+    metrics.write(step=run.step, val_loss=loss, val_bpb=bpb if math.isfinite(bpb) else None)
     mark = "  (best so far)" if run.is_best() else ""
     progress.say(f"step {run.step}: held-out loss {loss:.4f}, {bpb:.4f} bits a byte{mark}")
     metrics.picture()
@@ -1180,21 +1216,16 @@ def main(argv):
     if source and state["step"] >= s.steps:
         print(f"{source} has {state['step']} of {s.steps} steps already: raise --steps to go on")
         return 0
-    folder, made = claim_folder(s, source)
-    try:
+    with claimed_folder(s, source) as folder:
         run = Run(s, given, source, state)
         prepare_folder(folder, run)
-        made = False
-    finally:
-        if made:            # nothing came of it: leave no empty folder behind
-            shutil.rmtree(folder, ignore_errors=True)
-    print(banner(run, folder), flush=True)
-    try:
-        return train(run, folder)
-    except NonFinite as e:
-        kept = xtrain.checkpoints(folder)
-        newest = f"; the newest good checkpoint is {list(kept.values())[-1]}" if kept else ""
-        return xtrain.complain(f"{e}{newest}", 3)
+        print(banner(run, folder), flush=True)
+        try:
+            return train(run, folder)
+        except NonFinite as e:
+            kept = list(xtrain.checkpoints(folder).values())
+            newest = f"; the newest good checkpoint is {kept[-1]}" if kept else ""
+            return xtrain.complain(f"{e}{newest}", 3)
 
 
 def prepare_folder(folder, run):
@@ -1208,12 +1239,12 @@ def prepare_folder(folder, run):
                    if now.get(k) != v]
         if changed:
             print(f"resumed under other versions, the bits may differ: {', '.join(changed)}")
-        for step, path in xtrain.checkpoints(folder).items():
-            if step > run.step:
-                aside = os.path.join(folder, f".later-{os.path.basename(path)}")
-                xtrain.remove(aside)
-                os.rename(path, aside)
-                print(f"{path} is later than the step resumed from: kept as {aside}")
+        later = [p for step, p in xtrain.checkpoints(folder).items() if step > run.step]
+        for path in later + [os.path.join(folder, "metrics.jsonl")]*bool(later):
+            aside = os.path.join(folder, f".later-{os.path.basename(path)}")
+            xtrain.remove(aside)
+            shutil.copy(path, aside) if path.endswith(".jsonl") else os.rename(path, aside)
+            print(f"{path} is later than the step resumed from: kept as {aside}")
     xtrain.publish(os.path.join(folder, "settings.json"),
                    lambda p: xtrain.write_json(p, dataclasses.asdict(run.s)))
 
