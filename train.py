@@ -24,6 +24,7 @@ and checkpoints step-00000100/, each a Hugging Face folder that transformers and
 import codecs
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -830,6 +831,8 @@ def lock_folder(s, source):
         raise Refused(f"--out {folder}: another process is training there; wait for it, or choose "
                       "another folder") from None
     except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise Refused(f"--out {s.out or 'runs'}: {e.strerror}; choose another folder") from None
 
 
