@@ -88,8 +88,9 @@ class Settings:
     seq: int = setting(128, "length of a training sequence", "tokens", BATCH, least=1)
     batch: int = setting(4, "sequences of one micro-step", "sequences", BATCH, least=1)
     accum_steps: int = setting(1, "micro-steps whose gradients add up to one update", "", BATCH,
-                               least=1)
-    steps: int = setting(300, "updates in all, those before --resume included", "", BATCH, least=1)
+                               least=1, most=10**9)
+    steps: int = setting(300, "updates in all, those before --resume included", "", BATCH, least=1,
+                         most=10**9)
     max_minutes: float = setting(None, "stop, saved, after this long", "minutes", BATCH, above=0)
 
     lr: float = setting(None, "highest learning rate (0.75 / dim, at most 0.005)", "", OPTIMIZER,
@@ -623,22 +624,25 @@ class Loader:
         return self.tokens[start:start + self.seq + 1].astype(np.int64)
 
     def step(self, n):
-        """Update n, from 1, of a run whose batch never changed; see `at`."""
-        return self.at((n - 1)*self.sequences)
+        """Update n, from 1, of a run whose batch never changed -> ([Micro], counted); see `at`."""
+        micros, counted = self.at((n - 1)*self.sequences)
+        return list(micros), counted
 
     def at(self, first):
         """The update whose global batch begins with sequence number `first` of the run.
 
-        -> ([Micro] of this rank, counted targets of the whole global batch)
+        -> (iterator over this rank's Micros, counted targets of the whole global batch)
         """
         first += self.rank*self.accum*self.batch
-        micros = []
-        for number in range(first, first + self.accum*self.batch, self.batch):
-            rows = np.stack([self.window(number + i) for i in range(self.batch)])
-            tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
-            order = np.argsort(tokens, axis=None, kind="stable")
-            micros.append(Micro(tokens, targets, order, number))
-        return micros, self.sequences*self.seq      # every target of these windows counts
+        # one by one, so that memory does not grow with --accum-steps; all of their targets count
+        numbers = range(first, first + self.accum*self.batch, self.batch)
+        return map(self.micro, numbers), self.sequences*self.seq
+
+    def micro(self, number):
+        """The Micro whose first row is sequence `number`."""
+        rows = np.stack([self.window(number + i) for i in range(self.batch)])
+        tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
+        return Micro(tokens, targets, np.argsort(tokens, axis=None, kind="stable"), number)
 
 
 # ---- 5. Run --------------------------------------------------------------------------------------
