@@ -25,6 +25,7 @@ How it reads, top to bottom:
 """
 import codecs
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -219,7 +220,9 @@ def export(s, model, tokenizer):
     try:
         xtrain.publish(s.export, lambda folder: xtrain.save_pretrained(model, folder, dtype,
                                                                        tokenizer))
-    except (FileNotFoundError, PermissionError, NotADirectoryError) as e:
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise Refused(f"--export {s.export}: {e.strerror}: name a folder in one that exists and "
                       "that you may write to") from None
     say(f"wrote {s.export} ({dtype})")

@@ -3009,6 +3009,96 @@ def test_one_process_a_folder(start, tmp_path, capsys):
     assert process.wait(timeout=60) == 143 and xtrain.checkpoints("a")
 
 
+def test_other_peoples_files_stay(start, tmp_path):
+    """A run folder may have other things in it; what a killed run left is taken away."""
+    for name in (".venv3.11", ".notes.1", ".step-00000001.77", "notes.dying"):
+        (tmp_path/"here"/name).mkdir(parents=True)
+    assert start("--out=here", "--steps=2") == 0
+    left = set(os.listdir("here"))
+    assert {".venv3.11", ".notes.1", "notes.dying"} <= left and ".step-00000001.77" not in left
+
+
+def test_text_may_lie_beside_runs(start, tmp_path):
+    """--data of a folder that holds runs takes none of their files for text."""
+    (tmp_path/"here").mkdir()
+    (tmp_path/"here"/"a.txt").write_text(STORY)
+    for out in ("here/a", "here/b"):
+        assert start("--data=here", f"--out={out}", "--steps=2") == 0
+    digests = {json.load(open(f"here/{run}/step-00000002/state.json"))["data"] for run in "ab"}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("junk", [b"{}\n", b"7\n", b"\xff\xfe\n", b'{"step": 9'])
+def test_odd_lines_in_metrics(start, junk):
+    """What is no row of metrics is left out when a run goes on; rows around it stay."""
+    assert start("--out=a", "--steps=3") == 0
+    rows = rows_of("a")
+    with open("a/metrics.jsonl", "r+b") as f:
+        lines = f.read().splitlines(keepends=True)
+        f.seek(0)
+        f.write(b"".join(lines[:1] + [junk if junk.endswith(b"\n") else b""] + lines[1:] + [junk]))
+    assert start("--resume=a", "--steps=5") == 0
+    assert rows_of("a")[:len(rows)] == rows and rows_of("a")[-1]["step"] == 5
+
+
+def test_begun_again(start, tmp_path):
+    """A run that was killed before its first checkpoint holds nothing: its folder is free."""
+    process = spawn(tmp_path, "--out=a", "--steps=100000", "--eval-every=100000")
+    wait_for_step(tmp_path/"a", 5, process)
+    process.kill()
+    process.wait()
+    assert start("--out=a", "--steps=2") == 0 and rows_of("a")[-1]["step"] == 2
+
+
+def test_nobody_reads(start, tmp_path):
+    """A run whose reader has gone trains on, and a signal still saves."""
+    process = spawn(tmp_path, "--out=a", "--steps=100000", "--eval-every=100000")
+    process.stdout.close()
+    process.stderr.close()
+    wait_for_step(tmp_path/"a", 50, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130 and xtrain.checkpoints("a")
+
+
+def test_best_goes_along(start):
+    """A run resumed into another folder has the best checkpoint there too."""
+    assert start("--out=a", "--steps=2", "--eval-every=2") == 0
+    assert start("--resume=a", "--out=b", "--steps=6", "--lr=3", "--warmup=0", "--keep=1") == 0
+    assert json.load(open("b/best.json"))["step"] == 2 and list(xtrain.checkpoints("b")) == [2, 6]
+
+
+def test_linked_checkpoint(start, tmp_path):
+    """A checkpoint that was moved and linked back: pruning takes the link, not the files."""
+    assert start("--out=a", "--steps=2", "--save-every=1") == 0
+    os.rename("a/step-00000001", "moved")
+    os.symlink(tmp_path/"moved", "a/step-00000001")
+    assert start("--resume=a", "--steps=6", "--save-every=1", "--keep=1") == 0
+    assert not os.path.lexists("a/step-00000001") and os.path.exists("moved/state.json")
+
+
+def test_longer_sequences(start):
+    """--seq beyond what the model had: config.json says so."""
+    assert start("--out=a", "--steps=1") == 0
+    flags = ["--data=story.txt", "--steps=1", "--init-from=a", "--out=b", "--seq=40"]
+    assert xtrain.exit_code(train.main, flags) == 0
+    assert json.load(open("b/step-00000001/config.json"))["max_position_embeddings"] == 40
+
+
+def test_patience_is_new_after_a_resume(start):
+    """A run that patience stopped goes on when it is told to."""
+    flags = ["--lr=3", "--grad-clip=1000", "--eval-every=2", "--patience=2", "--warmup=0"]
+    assert start("--out=a", "--steps=100", *flags) == 0
+    first = rows_of("a")[-1]["step"]
+    assert first < 100 and start("--resume=a", "--steps=100", *flags) == 0
+    assert rows_of("a")[-1]["step"] >= first + 4
+
+
+def test_divergence_in_evaluation(start, capsys):
+    """Weights that are finite and useless: code 3 from the evaluation, not a refusal."""
+    assert start("--out=a", "--steps=30", "--eval-every=1", "--warmup=0", "--lr=1e38") == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def damage(path, how):
     """Cut a file in half, flip one bit in its middle, or delete it."""
     data = bytearray(open(path, "rb").read())
@@ -3261,14 +3351,19 @@ BAD_INPUT = [       # flags, what the one line must contain
     ("--dtype=fp8", "--dtype"), ("--beta2=1", "--beta2"), ("--grad-clip=0", "--grad-clip"),
     ("--tokenizer=bpe:10", "--tokenizer"), ("--tokenizer=word", "--tokenizer"),
     ("--data=nowhere.txt", "nowhere.txt: no such"), ("--data=empty.txt", "empty"),
-    ("--data=one.txt", "too few"), ("--data=short.txt --seq=512", "512.* 513 .*21"),
+    ("--data=one.txt", "too few"), ("--data=short.txt --seq=512", "512.* 513 .*20"),
     ("--data=latin.txt", "latin.txt: not utf-8 at byte 3"),
     ("--data=bad.jsonl", "bad.jsonl: line 2"), ("--data=folder", "folder"),
     ("--data=/proc/self/mem", "cannot be read|empty"), ("--resume=nothing", "--resume nothing"),
     ("--resume=folder", "no checkpoint"), ("--out=story.txt", "--out story.txt"),
     ("--out=/proc/xtrain", "--out /proc/xtrain"), ("--out=taken", "--resume taken"),
     ("--config=nowhere.toml", "nowhere.toml"), ("--config=bad.toml", "bad.toml"),
-    ("--config=odd.toml", "odd.toml: unknown flag --heats: did you mean --heads"),
+    ("--config=odd.toml", "odd.toml: unknown setting heats: did you mean heads"),
+    ("--config=type.toml", "lr must be a number"), ("--config=twice.toml", "twice"),
+    ("--config=self.toml", "unknown setting config"), ("--out=foreign", "settings.json that no run"),
+    ("--out=", "--out is empty"), ("--init-from=", "--init-from is empty"),
+    ("--bench=2 --out=x", "--bench and --out"),
+    ("--init-from=taken --preset=v1", "--init-from and --preset"),
     ("--init-from=folder", "folder"), ("--threads=0", "--threads"), ("--bench=0", "--bench"),
     ("--encoding=utf-99", "--encoding"),
 ]
@@ -3279,9 +3374,12 @@ def test_bad_input(start, tmp_path, capsys, flags, wanted):
     """One line on stderr that names what is wrong, exit code 2, and no run folder left behind."""
     files = {"empty.txt": b"", "one.txt": b"a", "short.txt": b"a short story, no more",
              "latin.txt": b"caf\xe9", "bad.jsonl": b'{"text": "good"}\n{"text": \n',
-             "bad.toml": b"lr = = 2", "odd.toml": b"heats = 2", "taken/metrics.jsonl": b""}
-    for folder in ("folder", "taken"):
-        (tmp_path/folder).mkdir()
+             "bad.toml": b"lr = = 2", "odd.toml": b"heats = 2", "type.toml": b"lr = true",
+             "twice.toml": b"kv-heads = 1\nkv_heads = 2", "self.toml": b"config = 'bad.toml'",
+             "taken/step-00000001/config.json": b"", "taken/step-00000001/model.safetensors": b"",
+             "foreign/settings.json": b"{}"}
+    for folder in ("folder", "foreign", "taken/step-00000001"):
+        (tmp_path/folder).mkdir(parents=True)
     for name, data in files.items():
         (tmp_path/name).write_bytes(data)
     before = sorted(os.listdir())

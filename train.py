@@ -153,7 +153,8 @@ def read_settings(argv):
     given = xtrain.parse(Settings, parser, argv)
     if "config" in given:
         path = given["config"]
-        file = xtrain.parse(Settings, parser, xtrain.toml_flags(path), f"--config {path}: ")
+        flags = xtrain.toml_flags(Settings, path)
+        file = xtrain.parse(Settings, parser, flags, f"--config {path}: ")
         given = file | given
     source, state, stored = None, None, {}
     if "resume" in given:
@@ -161,6 +162,12 @@ def read_settings(argv):
         state = xtrain.load_state(source)
         stored = state["settings"]
         refuse_changes(given, stored, source)
+    for name in ("resume", "out", "init_from"):
+        if "bench" in given and name in given:
+            raise Refused(f"--bench and {xtrain.flag(name)}: a benchmark has no run; leave one out")
+    if "init_from" in given and ("preset" in given or source):
+        other = "--resume" if source else "--preset"
+        raise Refused(f"--init-from and {other}: both say what the model is; leave one out")
     return Settings(**(stored | given)), given, source, state
 
 
@@ -216,6 +223,9 @@ def files_below(folder, endings=ENDINGS, skip=lambda name: False):
     for at, folders, names in os.walk(folder, onerror=refuse):
         # by name in every folder: the order of documents may not depend on the file system
         folders[:] = sorted(f for f in folders if not f.startswith(".") and not skip(f))
+        if "metrics.jsonl" in names and "settings.json" in names:
+            folders.clear()                         # a run of ours, no text
+            continue
         found += [os.path.join(at, name) for name in sorted(names)
                   if name.lower().endswith(endings) and not name.startswith(".")]
     return found
@@ -490,12 +500,14 @@ def make_tokens(folder, corpus, tokenizer):
             return open_tokens(work, temporary)
         for name in os.listdir(work):
             xtrain.flush(os.path.join(work, name))
-        shutil.rmtree(folder, ignore_errors=True)       # a damaged one
         try:
             os.rename(work, folder)
-        except OSError:
-            if not os.path.isdir(folder):               # else another process was faster
-                raise
+        except OSError:                 # there is one: a damaged one, or another process was faster
+            try:
+                return open_tokens(folder)
+            except (Refused, OSError):
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(work, folder)
         xtrain.flush(os.path.dirname(folder))
         return open_tokens(folder)
     finally:
@@ -513,7 +525,7 @@ def write_tokens(folder, tokenizer, texts):
     """Encode texts (what `pieces` yields) into folder/tokens.bin.
 
     Held-out documents come after the others.  Where the hash held out nothing, or more than a
-    quarter (few documents), the last 5 % of the tokens are held out instead, at least two.
+    quarter (few documents), the last 5 % of the tokens are held out instead, at least 3.
     """
     kind = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     path, counts, documents, first = os.path.join(folder, "tokens.bin"), [0, 0], 0, True
@@ -527,11 +539,11 @@ def write_tokens(folder, tokenizer, texts):
         held.seek(0)
         shutil.copyfileobj(held, f)
         total = sum(counts)
-        if total < 4:
+        if total < 5:
             raise Refused(f"--data: {total} tokens with end of text are too few to train on and "
                           "hold some out")
-        if not 0 < counts[1] <= total/4 or counts[1] < 2:
-            counts[1] = max(2, total//HELD_OUT)
+        if not 2 < counts[1] <= total/4:
+            counts[1] = max(3, total//HELD_OUT)     # to read, to predict, end of text
         counts = [total - counts[1], counts[1], documents]
         f.seek(0)
         f.write(HEADER.pack(MAGIC, VERSION, kind.itemsize, *counts,
@@ -657,7 +669,7 @@ class Run:
     def __init__(self, s, given, source=None, state=None):
         self.s, self.source, self.state = s, source, state or {}
         self.machine = xtrain.machine(s.device, s.dtype, s.threads)
-        start = source or s.init_from
+        start = source or s.init_from and xtrain.find_model(s.init_from)
         if not start:
             model_config(s, s.vocab_size or 1 << 16)        # fail before the corpus is read
         tokenizer = stored_tokenizer(start, given) if start else None
@@ -675,6 +687,8 @@ class Run:
         self.step, self.sequences = self.state.get("step", 0), self.state.get("sequences", 0)
         self.best = self.state.get("best")
         self.bad_evaluations = self.state.get("bad_evaluations", 0)
+        if s.patience and self.bad_evaluations >= s.patience:
+            self.bad_evaluations = 0        # it stopped there, and is to go on
         if source:
             xtrain.load_optimizer(self.optimizer, source, self.step)
         self.complete_settings()
@@ -692,7 +706,10 @@ class Run:
                 if given.get(name, getattr(c, name)) != getattr(c, name):
                     raise Refused(f"{xtrain.flag(name)} {given[name]}: {start} has "
                                   f"{getattr(c, name)}")
-            vocab_size(c.vocab_size, self.tokenizer)
+            if c.vocab_size < self.tokenizer.vocab_size:
+                raise Refused(f"--tokenizer {self.tokenizer.kind}: has {self.tokenizer.vocab_size} "
+                              f"ids, {start} only {c.vocab_size}; leave it out")
+            c.max_seq = max(c.max_seq, s.seq)
             c.dropout, c.flash, c.recompute = s.dropout, s.flash, s.recompute
             model.seed = s.seed
         for name in ARCHITECTURE:
@@ -736,7 +753,7 @@ class Run:
         lr = self.lr(self.step + 1)
         loss, norm = self.trainer.update(lr)
         if not (math.isfinite(norm) and math.isfinite(loss)):
-            raise NonFinite(self.step + 1, loss, norm)
+            raise NonFinite(self.step + 1, f"loss {loss}, gradient norm {norm}")
         self.step += 1
         self.sequences += self.s.batch*self.s.accum_steps
         return loss, norm, lr
@@ -745,6 +762,8 @@ class Run:
         """(loss, bits per byte) of held-out text; keeps account of the best."""
         loss, bpb = xtrain.evaluate(self.model, self.tokens.held_out, self.tokenizer.lengths,
                                     self.s.seq, self.s.batch, self.s.eval_tokens)
+        if not math.isfinite(loss):
+            raise NonFinite(self.step, f"held-out loss {loss}")
         if self.best is None or loss < self.best["val_loss"]:
             self.best, self.bad_evaluations = {"step": self.step, "val_loss": loss}, 0
         else:
@@ -777,11 +796,12 @@ def make_optimizer(model, s):
 
 
 class NonFinite(Exception):
-    """Loss or gradient norm of an update is infinite or NaN; weights and moments are untouched."""
+    """A loss or gradient norm is infinite or NaN; such an update leaves weights and moments alone.
+    """
 
-    def __init__(self, step, loss, norm):
-        super().__init__(f"step {step}: loss {loss}, gradient norm {norm}: the weights have run "
-                         "away; try a lower --lr, a longer --warmup or a smaller --grad-clip")
+    def __init__(self, step, what):
+        super().__init__(f"step {step}: {what}: the weights have run away; try a lower --lr, a "
+                         "longer --warmup or a smaller --grad-clip")
 
 
 def stored_tokenizer(folder, given):
@@ -807,7 +827,7 @@ def versions(machine):
 
 def run_folder(s, source):
     """(path, made just now?): --out, the resumed run's, or the next free runs/<preset>-<n>."""
-    resumed = source and os.path.dirname(os.path.normpath(source)) or "."
+    resumed = os.path.normpath(os.path.join(source or "", ".."))
     if source and s.out is None and os.path.exists(os.path.join(resumed, "metrics.jsonl")):
         return resumed, False
     if s.out:
@@ -852,17 +872,30 @@ def claimed_folder(s, source):
         yield folder
     finally:
         os.close(lock)
-        if made and not os.path.exists(os.path.join(folder, "metrics.jsonl")):
-            shutil.rmtree(folder, ignore_errors=True)
+        if made and not os.listdir(folder):
+            os.rmdir(folder)
 
 
 def check_free(folder, source):
-    """Refused if the folder holds a run that is not the one to resume."""
-    taken = os.path.exists(os.path.join(folder, "metrics.jsonl")) or xtrain.checkpoints(folder)
-    resumed = os.path.dirname(os.path.abspath(source)) if source else None
-    if taken and not (resumed and os.path.samefile(folder, resumed)):
+    """Refused if the folder holds a run that is not the one to resume, or files that no run wrote.
+
+    A run that was killed before its first checkpoint holds nothing, and may be begun again.
+    """
+    if source and os.path.samefile(folder, os.path.join(source, "..")):
+        return
+    if xtrain.checkpoints(folder):
         raise Refused(f"--out {folder}: holds a run already; go on with it by --resume {folder}, "
                       "or choose another folder")
+    found = [name for name in ("settings.json", "metrics.jsonl", "best.json", "loss.png")
+             if os.path.lexists(os.path.join(folder, name))]
+    try:
+        with open(os.path.join(folder, "settings.json"), encoding="utf-8") as f:
+            ours = "accum_steps" in json.load(f)
+    except (OSError, ValueError, TypeError):
+        ours = False
+    if found and not ours:
+        raise Refused(f"--out {folder}: has a {found[0]} that no run wrote, which a run would "
+                      "overwrite; choose another folder")
 
 
 # ---- 6. Logs -------------------------------------------------------------------------------------
@@ -876,8 +909,8 @@ def banner(run, folder):
     return f"""\
 xtrain {xtrain.__version__} on {run.machine.name}, {run.machine.dtype}, \
 peak {run.machine.peak/1e9:.0f} GFLOP/s (multiply-adds in registers, just measured)
-model   {s.preset}: dim {c.dim}, {c.layers} layers, {c.heads} heads ({c.kv_heads} kv) of \
-{c.head_dim}, ffn {c.ffn}, vocabulary {c.vocab_size:,}{kind}
+model   {s.init_from or s.preset}: dim {c.dim}, {c.layers} layers, {c.heads} heads \
+({c.kv_heads} kv) of {c.head_dim}, ffn {c.ffn}, vocabulary {c.vocab_size:,}{kind}
         {run.model.total_params:,} parameters, {run.model.core_params:,} without embedding and head
 data    {source}: {tokens.documents:,} documents, {len(tokens.train):,} tokens ({s.tokenizer}), \
 {len(tokens.held_out):,} held out
@@ -889,6 +922,14 @@ x seq;
         % of peak = tokens/s x that / peak; evaluation, saving and sampling are not in tokens/s
 loss    nats a token; bits a byte = loss x tokens / (ln 2 x bytes), comparable between tokenizers
 run     {folder}{f", resumed at step {run.step}" if run.source else ""}"""
+
+
+def tell(text):
+    """Print something for people.  That nobody reads it any more (| head) must not end a run."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class Progress:
@@ -905,9 +946,10 @@ class Progress:
     def say(self, text):
         """A line (or several) for people."""
         if self.bar is None:
-            print(text, flush=True)
+            tell(text)
         else:
-            tqdm.tqdm.write(text, file=sys.stdout)
+            with self.bar.external_write_mode():
+                tell(text)
 
     def update(self, loss, norm, lr, tok_s):
         """Move the bar one update on."""
@@ -980,15 +1022,18 @@ def write_text(path, text):
 
 
 def read_metrics(path):
-    """The rows of a metrics.jsonl, [] without one; a line that a kill cut short is left out."""
+    """The rows of a metrics.jsonl, [] without one.  What is no row (a kill can cut the last one
+    short) is left out."""
     rows = []
     if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8", errors="replace") as f:
             for line in f:
                 try:
-                    rows.append(json.loads(line))
-                except ValueError:
-                    break
+                    row = json.loads(line)
+                    if isinstance(row["step"], int):
+                        rows.append(row)
+                except (ValueError, TypeError, KeyError):
+                    pass
     return rows
 
 
@@ -1027,7 +1072,10 @@ class Signals:
         self.caught = number
         for each, handler in self.before.items():
             signal.signal(each, handler)
-        print(f"\n{signal.Signals(number).name}: saving, then stopping", file=sys.stderr)
+        try:            # not print: it may have been interrupted itself, or have lost its reader
+            os.write(2, f"\n{signal.Signals(number).name}: saving, then stopping\n".encode())
+        except OSError:
+            pass
 
     def __exit__(self, *_):
         for number, handler in self.before.items():
@@ -1145,21 +1193,21 @@ def indented(text):
 def finish(run, folder, clock, why, caught):
     """Say how it ended, show what the model writes, and name the next commands."""
     if why:
-        print(f"{why} at step {run.step} of {run.s.steps}")
+        tell(f"{why} at step {run.step} of {run.s.steps}")
     if clock.tokens:
-        print(f"trained on {clock.tokens:,} tokens in {clock.seconds:.1f} s: "
+        tell(f"trained on {clock.tokens:,} tokens in {clock.seconds:.1f} s: "
               f"{clock.tokens/clock.seconds:,.0f} tok/s = tokens / seconds, evaluation, saving and "
               "sampling excluded")
     if not run.step:
-        print("nothing was trained, so nothing was saved")
+        tell("nothing was trained, so nothing was saved")
         return
     if not caught:
-        print("the model writes (temperature 0.8, top-k 50):\n"
+        tell("the model writes (temperature 0.8, top-k 50):\n"
               + indented(sample(run, LAST_SAMPLE_TOKENS)))
     more = run.s.steps if why else 2*run.s.steps
     prompt = " --prompt 'def '" if run.s.data is None else ""       # Python's own library
     folder = shlex.quote(folder)
-    print(f"sample:  python sample.py --model {folder}{prompt}\n"
+    tell(f"sample:  python sample.py --model {folder}{prompt}\n"
           f"go on:   python train.py --resume {folder}" + ("" if why else f" --steps {more}"))
 
 
@@ -1187,6 +1235,8 @@ def bench(s):
             step.micro(tokens, targets, order, counted=count)
         loss, _ = step.update()
         seconds.append(time.perf_counter() - start)
+    if not math.isfinite(loss):
+        return xtrain.complain(f"--bench: the loss is {loss}; try a lower --lr", 3)
     timed = sorted(seconds[BURN_IN:])
     middle = timed[len(timed)//2]
     speed = count/middle
@@ -1226,7 +1276,7 @@ def main(argv):
     with claimed_folder(s, source) as folder:
         run = Run(s, given, source, state)
         prepare_folder(folder, run)
-        print(banner(run, folder), flush=True)
+        tell(banner(run, folder))
         try:
             return train(run, folder)
         except NonFinite as e:
@@ -1235,25 +1285,48 @@ def main(argv):
             return xtrain.complain(f"{e}{newest}", 3)
 
 
+# What xtrain.publish and discard leave when they are killed; nobody else's files.
+LEFT_BEHIND = re.compile(r"\.(step-\d{8,}|settings\.json|best\.json|metrics\.jsonl|loss\.png)"
+                         r"\.(\d+|dying)")
+
+
 def prepare_folder(folder, run):
     """Write settings.json; put what a kill left, and what comes after the resumed step, away."""
-    for name in os.listdir(folder):
-        if re.fullmatch(r"\..+\.(\d+|dying)", name):        # see xtrain.publish and discard
-            xtrain.remove(os.path.join(folder, name))
+    for name in filter(LEFT_BEHIND.fullmatch, os.listdir(folder)):
+        xtrain.remove(os.path.join(folder, name))
     if run.source:
         now = versions(run.machine)
         changed = [f"{k} {v} -> {now[k]}" for k, v in run.state["versions"].items()
                    if now.get(k) != v]
         if changed:
-            print(f"resumed under other versions, the bits may differ: {', '.join(changed)}")
-        later = [p for step, p in xtrain.checkpoints(folder).items() if step > run.step]
-        for path in later + [os.path.join(folder, "metrics.jsonl")]*bool(later):
-            aside = os.path.join(folder, f".later-{os.path.basename(path)}")
-            xtrain.remove(aside)
-            shutil.copy(path, aside) if path.endswith(".jsonl") else os.rename(path, aside)
-            print(f"{path} is later than the step resumed from: kept as {aside}")
+            tell(f"resumed under other versions, the bits may differ: {', '.join(changed)}")
+        set_later_aside(folder, run.step)
+        bring_best(folder, run)
     xtrain.publish(os.path.join(folder, "settings.json"),
                    lambda p: xtrain.write_json(p, dataclasses.asdict(run.s)))
+
+
+def set_later_aside(folder, step):
+    """Rename the checkpoints that are later than the step resumed from; keep a copy of the metrics.
+    """
+    later = [path for number, path in xtrain.checkpoints(folder).items() if number > step]
+    for path in later + [os.path.join(folder, "metrics.jsonl")]*bool(later):
+        aside = os.path.join(folder, f".later-{os.path.basename(path)}")
+        xtrain.remove(aside)
+        shutil.copy(path, aside) if path.endswith(".jsonl") else os.rename(path, aside)
+        tell(f"{path} is later than the step resumed from: kept as {aside}")
+
+
+def bring_best(folder, run):
+    """The best checkpoint so far goes along into another folder; if it is gone it is forgotten."""
+    if run.best is None or run.best["step"] in xtrain.checkpoints(folder):
+        return
+    old = xtrain.checkpoints(os.path.join(run.source, "..")).get(run.best["step"])
+    if old is None:
+        run.best = None
+    else:
+        xtrain.publish(os.path.join(folder, os.path.basename(old)),
+                       lambda path: shutil.copytree(old, path))
 
 
 if __name__ == "__main__":

@@ -903,9 +903,12 @@ class Tokenizer:
 
     @property
     def digest(self):
-        """SHA-256 (hex) of what each id means: equal for tokenizers with the same vocabulary."""
-        lengths = self.lengths.tobytes()
-        return hashlib.sha256(lengths + b"".join(self.pieces) + repr(self.eot).encode()).hexdigest()
+        """SHA-256 (hex) of what each id means and of the merges: equal for equal tokenizers."""
+        # not of tokenizer.json's text, which another version of the library may write otherwise
+        merges = json.loads(self.core.to_str())["model"]["merges"]
+        merges = "\n".join(m if isinstance(m, str) else " ".join(m) for m in merges)
+        meaning = self.lengths.tobytes() + b"".join(self.pieces)
+        return hashlib.sha256(meaning + f"{self.eot} {merges}".encode()).hexdigest()
 
     # -- files
 
@@ -1150,7 +1153,10 @@ def flush(path):
 
 def remove(path):
     """Delete a file or folder if it is there."""
-    shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.remove(path)                 # of a link itself, not what it names
 
 
 def discard(path):
@@ -1334,6 +1340,8 @@ def parse(settings, parser, argv, source=""):
         raise Refused(f"{source}{what} {name}: {hint}")
     fields = {f.name: f for f in dataclasses.fields(settings)}
     for name, value in vars(given).items():
+        if value == "" and fields[name].metadata["unit"] == "path":
+            raise Refused(f"{source}{flag(name)} is empty: give a path, or leave it out")
         check_limits(source + flag(name), value, fields[name].metadata)
     return vars(given)
 
@@ -1350,7 +1358,7 @@ def check_limits(name, value, about):
         raise Refused(f"{name} {value}: must be {wanted}")
 
 
-def toml_flags(path):
+def toml_flags(settings, path):
     """The settings of a TOML file as flags, so that one parser checks both."""
     try:
         with open(path, "rb") as f:
@@ -1359,14 +1367,23 @@ def toml_flags(path):
         raise Refused(f"--config {path}: {e.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise Refused(f"--config {path}: not TOML ({e})") from None
-    flags = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            flags.append(flag(name if value else f"no_{name}"))
-        elif isinstance(value, (int, float, str)):
-            flags.append(f"{flag(name)}={value}")       # with =, so that -1 is a value, not a flag
-        else:
-            raise Refused(f"--config {path}: {name} must be a number, a string or true/false")
+    known = {f.name: f.type for f in dataclasses.fields(settings) if f.name != "config"}
+    flags, seen = [], set()
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        kind = known.get(name)
+        if kind is None:
+            near = difflib.get_close_matches(name, known, 1, cutoff=0)[0]
+            raise Refused(f"--config {path}: unknown setting {key}: did you mean {near}?")
+        if name in seen or "\0" in str(value):
+            raise Refused(f"--config {path}: {key} is there twice, or has a zero byte in it")
+        if (kind is bool) != isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            wanted = "true or false" if kind is bool else "a number or a string"
+            raise Refused(f"--config {path}: {key} must be {wanted}")
+        seen.add(name)
+        # with =, so that -1 is a value and not a flag
+        flags.append(f"{flag(name)}={value}" if kind is not bool else
+                     flag(name if value else f"no_{name}"))
     return flags
 
 
@@ -1447,9 +1464,11 @@ def exit_code(main, argv, less="a smaller --batch, --seq or model, or --recomput
     0 fine (or what main returns); 2 bad input; 4 out of memory or disk; 130 interrupted.  less:
     what needs less memory.
     """
-    if hasattr(sys.stdout, "reconfigure"):      # a terminal without UTF-8 gets ?, not a traceback
-        sys.stdout.reconfigure(errors="replace")
-        sys.stderr.reconfigure(errors="replace")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:              # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))
+        if hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="replace")    # where UTF-8 is not to be had
     try:
         return main(argv) or 0
     except Refused as e:
@@ -1464,7 +1483,7 @@ def exit_code(main, argv, less="a smaller --batch, --seq or model, or --recomput
     except OSError as e:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
         where = f"{e.filename}: " if e.filename else ""
-        return complain(f"{where}{e.strerror}" + (": free some space" if full else ""),
+        return complain(f"{where}{e.strerror or e}" + (": free some space" if full else ""),
                         4 if full else 2)
 
 
