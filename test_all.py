@@ -2497,9 +2497,11 @@ def test_cache_of_tokens(tmp_path, cache, capsys, monkeypatch):
     again = prepare(write(tmp_path/"moved.txt", awkward_text(3000)))[1]
     assert (again.folder, again.digest) == (x.folder, x.digest)
     others = [prepare(path, tokenizer="bpe:301"), prepare(path, errors="replace"),
-              prepare(path, tokenizer=t), prepare(write(tmp_path/"b.txt", awkward_text(3001)))]
+              prepare(write(tmp_path/"b.txt", awkward_text(3001))),
+              prepare(path, tokenizer=xtrain.Tokenizer.make("bpe:300", [awkward_text(999, 7)]))]
     assert len({x.folder, *(o.folder for _, o in others)}) == 5
-    assert [o.digest == x.digest for _, o in others] == [False, True, True, False]
+    assert [o.digest == x.digest for _, o in others] == [False, True, False, False]
+    assert prepare(path, tokenizer=t)[1].folder == x.folder     # a stored one, of the same kind
     capsys.readouterr()
 
     # a flipped bit of an id, of the split, a cut end, an old magic, a broken tokenizer
@@ -2978,6 +2980,7 @@ def test_resume_takes_over_settings(start, capsys):
     settings = json.load(open("a/settings.json"))
     assert settings["weight_decay"] == 0.3 and settings["dim"] == 16 and settings["steps"] == 6
     assert [r["step"] for r in rows_of("a") if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert len(os.listdir("cache")) == 1                # the stored tokenizer found its tokens
     capsys.readouterr()
     assert start("--resume=a", "--steps=6") == 0 and "already" in capsys.readouterr().out
     for flags in (["--dim=32"], ["--seed=1"], ["--tokenizer=bpe:300"], ["--no-qk-norm"],

@@ -454,14 +454,19 @@ def prepare(path=None, tokenizer="bpe:4096", encoding="utf-8", errors="strict", 
     if isinstance(tokenizer, str):
         xtrain.Tokenizer.parse(tokenizer)       # a wrong flag should not wait for a long read
     corpus = Corpus(path, encoding, errors, progress)
-    asked = tokenizer if isinstance(tokenizer, str) else tokenizer.digest
-    key = hashlib.sha256(f"{VERSION} {corpus.digest()} {asked}".encode()).hexdigest()
-    folder = os.path.join(cache_root(), key[:32])
-    if os.path.isdir(folder):
-        try:
-            return open_tokens(folder)
-        except (Refused, OSError) as e:
-            say(f"cache: {e}; making it again")
+    content = corpus.digest()
+    # a stored Tokenizer is mostly the one that its kind gives on this corpus, cached with it
+    given = None if isinstance(tokenizer, str) else tokenizer
+    for asked in [tokenizer] if given is None else [given.kind, given.digest]:
+        key = hashlib.sha256(f"{VERSION} {content} {asked}".encode()).hexdigest()
+        folder = os.path.join(cache_root(), key[:32])
+        if os.path.isdir(folder):
+            try:
+                found = open_tokens(folder)
+                if given is None or found[0].digest == given.digest:
+                    return found
+            except (Refused, OSError) as e:
+                say(f"cache: {e}; making it again")
     return make_tokens(folder, corpus, tokenizer)
 
 
