@@ -67,6 +67,7 @@ class Settings:
     errors: str = setting("strict", "bytes that are not text: stop, or put a replacement character",
                           "", DATA, choices=("strict", "replace"))
 
+    # None here is "as the preset has it"; a stored run keeps what came of it
     preset: str = setting("laptop", "sizes by name; flags below beat it", "", MODEL,
                           choices=tuple(xtrain.PRESETS))
     dim: int = setting(None, "width of the residual stream (preset's)", "", MODEL, least=1)
@@ -85,6 +86,7 @@ class Settings:
                              least=0, below=1)
     init_from: str = setting(None, "start from the weights of a Hugging Face folder", "path", MODEL)
 
+    # many short sequences a step learn faster than few long ones while models are small (LOG.md)
     seq: int = setting(128, "length of a training sequence", "tokens", BATCH, least=1)
     batch: int = setting(4, "sequences of one micro-step", "sequences", BATCH, least=1)
     accum_steps: int = setting(1, "micro-steps whose gradients add up to one update", "", BATCH,
@@ -93,6 +95,7 @@ class Settings:
                          most=10**9)
     max_minutes: float = setting(None, "stop, saved, after this long", "minutes", BATCH, above=0)
 
+    # torch's AdamW; eps is 1e-8, and clipping multiplies by min(1, c/(norm + 1e-6))
     lr: float = setting(None, "highest learning rate (0.75 / dim, at most 0.005)", "", OPTIMIZER,
                         above=0)
     min_lr: float = setting(None, "learning rate at the end (lr / 10)", "", OPTIMIZER, least=0)
@@ -106,6 +109,7 @@ class Settings:
     grad_clip: float = setting(1.0, "gradient norm above which all gradients shrink", "", OPTIMIZER,
                                above=0)
 
+    # none of these changes what is computed, only how (bf16 apart)
     device: str = setting("auto", "where to compute", "", MACHINE, choices=("auto", "cpu", "cuda"))
     dtype: str = setting("auto", "what to compute in", "", MACHINE, choices=("auto", "f32", "bf16"))
     threads: int = setting(None, "CPU threads (physical cores); changes no result", "", MACHINE,
@@ -114,6 +118,7 @@ class Settings:
                           MACHINE)
     recompute: bool = setting(False, "less memory: run each block again going back", "", MACHINE)
 
+    # evaluation, and runs that are no training but a check
     eval_every: int = setting(None, "evaluate on held-out text this often (a fifth of steps)",
                               "updates", CHECKS, least=1)
     eval_tokens: int = setting(16384, "held-out tokens of an evaluation", "tokens", CHECKS, least=1)
@@ -125,6 +130,7 @@ class Settings:
     bench: int = setting(None, "time so many steps on random tokens; the last line is JSON",
                          "steps", CHECKS, least=1)
 
+    # where it goes, where it comes from
     out: str = setting(None, "run folder (runs/<preset>-<n>, or the one resumed)", "path", RUN)
     resume: str = setting(None, "a run (its newest checkpoint) or a checkpoint to go on from",
                           "path", RUN)
@@ -675,8 +681,9 @@ class Run:
         self.s, self.source, self.state = s, source, state or {}
         self.machine = xtrain.machine(s.device, s.dtype, s.threads)
         start = source or s.init_from and xtrain.find_model(s.init_from)
+        # cheap refusals first: reading a large corpus takes minutes
         if not start:
-            model_config(s, s.vocab_size or 1 << 16)        # fail before the corpus is read
+            model_config(s, s.vocab_size or 1 << 16)
         tokenizer = stored_tokenizer(start, given) if start else None
         self.tokenizer, self.tokens = prepare(s.data, tokenizer or s.tokenizer, s.encoding,
                                               s.errors)
@@ -1116,10 +1123,13 @@ def train(run, folder):
     """Train to the end, or to a signal, the time or patience; returns the exit code."""
     s, metrics, progress, clock = run.s, Metrics(folder, run), Progress(run), Clock()
     deadline = time.monotonic() + 60*(s.max_minutes or math.inf)
-    saved = run.step if run.source else None
+    # the step of the newest checkpoint, and why training ends early
+    saved = run.step if run.step in xtrain.checkpoints(folder) else None
     why = None
     try:
         with Signals() as signals:
+            # in this order, so that a checkpoint holds everything that its step led to: a run that
+            # goes on from it begins with the next update
             while run.step < s.steps and not why:
                 if update(run, metrics, progress, clock, lambda: signals.caught):
                     if due(run.step, s.eval_every, s.steps):
