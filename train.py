@@ -122,7 +122,8 @@ class Settings:
     eval_every: int = setting(None, "evaluate on held-out text this often (a fifth of steps)",
                               "updates", CHECKS, least=1)
     eval_tokens: int = setting(16384, "held-out tokens of an evaluation", "tokens", CHECKS, least=1)
-    log_every: int = setting(10, "a line of metrics this often", "updates", CHECKS, least=1)
+    log_every: int = setting(10, "a line of metrics this often, and at the first", "updates",
+                             CHECKS, least=1)
     patience: int = setting(None, "stop after so many evaluations without a new best", "", CHECKS,
                             least=1)
     overfit: bool = setting(False, "every update sees the first batch: the loss must go to 0", "",
@@ -1167,7 +1168,7 @@ def update(run, metrics, progress, clock, interrupted):
         return False
     clock.add(time.perf_counter() - start, run.tokens_per_step)
     progress.update(*done, clock.speed())
-    if due(run.step, run.s.log_every, run.s.steps):
+    if run.step == 1 or due(run.step, run.s.log_every, run.s.steps):
         loss, norm, lr = done
         speed = clock.speed(restart=True)
         metrics.write(step=run.step, loss=loss, grad_norm=norm, lr=lr, tok_s=speed)
