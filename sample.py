@@ -31,7 +31,13 @@ import os
 import sys
 import time
 
-import xtrain
+try:
+    import xtrain
+except ImportError as e:        # the core is not built, or XTRAIN_ISA names one that cannot run
+    if __name__ != "__main__":
+        raise
+    print(f"xtrain: error: {e}", file=sys.stderr)
+    sys.exit(2)
 from xtrain import Refused, say, setting
 
 # ---- 1. Settings ---------------------------------------------------------------------------------
@@ -85,6 +91,8 @@ def read_settings(argv):
 def load(path):
     """(model, tokenizer) of what --model names; Refused if a part is missing or they do not fit."""
     folder = xtrain.find_model(path)
+    if path is None and sys.stderr.isatty():
+        say(f"model {folder}")
     tokenizer = xtrain.Tokenizer.load(folder)
     model = xtrain.load_pretrained(folder)
     if tokenizer.vocab_size > model.config.vocab_size:

@@ -47,7 +47,13 @@ import typing
 import numpy as np
 import tqdm
 
-import xtrain
+try:
+    import xtrain
+except ImportError as e:        # the core is not built, or XTRAIN_ISA names one that cannot run
+    if __name__ != "__main__":
+        raise
+    print(f"xtrain: error: {e}", file=sys.stderr)
+    sys.exit(2)
 from xtrain import Refused, say, setting
 
 # ---- 1. Settings ---------------------------------------------------------------------------------
@@ -119,8 +125,8 @@ class Settings:
     recompute: bool = setting(False, "less memory: run each block again going back", "", MACHINE)
 
     # evaluation, and runs that are no training but a check
-    eval_every: int = setting(None, "evaluate on held-out text this often (a fifth of steps)",
-                              "updates", CHECKS, least=1)
+    eval_every: int = setting(None, "evaluate on held-out text this often (a fifth of steps, at "
+                              "most 250)", "updates", CHECKS, least=1)
     eval_tokens: int = setting(16384, "held-out tokens of an evaluation", "tokens", CHECKS, least=1)
     log_every: int = setting(10, "a line of metrics this often, and at the first", "updates",
                              CHECKS, least=1)
@@ -536,8 +542,8 @@ def held_out(text):
 def write_tokens(folder, tokenizer, texts):
     """Encode texts (what `pieces` yields) into folder/tokens.bin.
 
-    Held-out documents come after the others.  Where the hash held out nothing, or more than a
-    quarter (few documents), the last 5 % of the tokens are held out instead, at least 3.
+    Held-out documents come after the others.  Where the hash held out less than 1 % or more
+    than 25 % (few documents), the last 5 % of the tokens are held out instead, at least 3.
     """
     kind = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     path, counts, documents, first = os.path.join(folder, "tokens.bin"), [0, 0], 0, True
@@ -554,7 +560,7 @@ def write_tokens(folder, tokenizer, texts):
         if total < 5:
             raise Refused(f"--data: {total} tokens with end of text are too few to train on and "
                           "hold some out")
-        if not 2 < counts[1] <= total/4:
+        if not max(3, total/100) <= counts[1] <= total/4:
             counts[1] = max(3, total//HELD_OUT)     # to read, to predict, end of text
         counts = [total - counts[1], counts[1], documents]
         f.seek(0)
@@ -737,7 +743,7 @@ class Run:
         s.lr = min(0.75/s.dim, 5e-3) if s.lr is None else s.lr
         s.min_lr = s.lr/10 if s.min_lr is None else s.min_lr
         s.warmup = min(100, s.steps//10) if s.warmup is None else s.warmup
-        s.eval_every = max(1, s.steps//5) if s.eval_every is None else s.eval_every
+        s.eval_every = min(250, max(1, s.steps//5)) if s.eval_every is None else s.eval_every
         s.save_every = s.eval_every if s.save_every is None else s.save_every
 
     @property
@@ -1287,7 +1293,8 @@ def main(argv):
     if s.bench:
         return bench(s)
     if source and state["step"] >= s.steps:
-        print(f"{source} has {state['step']} of {s.steps} steps already: raise --steps to go on")
+        print(f"{source} is at step {state['step']} already, --steps is {s.steps}: raise it to go "
+              "on")
         return 0
     with claimed_folder(s, source) as folder:
         run = Run(s, given, source, state)

@@ -693,6 +693,9 @@ def load_pretrained(folder, device="cpu", dtype="f32"):
     try:
         with open(path) as f:
             config = config_from_json(json.load(f))
+    except FileNotFoundError:
+        raise Refused(f"{path}: no such file; give a checkpoint (of a run: its step-* folder) or a "
+                      "Hugging Face folder") from None
     except json.JSONDecodeError as e:
         raise Refused(f"{path}: not JSON ({e})") from None
     except (AttributeError, TypeError, ValueError) as e:
@@ -1267,8 +1270,8 @@ OTHER_NAMES = {
     "--seq": ("block-size", "seq-len", "context-length"), "--steps": ("max-iters", "iters"),
     "--layers": ("n-layer", "num-layers"), "--heads": ("n-head", "num-heads"),
     "--dim": ("n-embd", "hidden-size"), "--accum-steps": ("gradient-accumulation-steps",),
-    "--data": ("dataset", "train-file"), "--max-new": ("max-tokens", "max-new-tokens"),
-    "--num": ("num-samples", "n-samples")}
+    "--data": ("dataset", "train-file"),
+    "--max-new": ("max-tokens", "max-new-tokens", "tokens", "length"), "--num": ("num-samples", "n-samples")}
 
 
 class Parser(argparse.ArgumentParser):
@@ -1304,7 +1307,7 @@ def parser_of(settings, program, description, epilog=""):
         about = f.metadata
         group = groups.setdefault(about["group"], None) or parser.add_argument_group(about["group"])
         groups[about["group"]] = group
-        text = about["help"] + ("" if f.default is None else f" (default {f.default})")
+        text = about["help"] + ("" if f.default in (None, "") else f" (default {f.default})")
         if about["unit"]:
             text = f"{about['unit']}: {text}"
         # SUPPRESS: the namespace then holds what was given and nothing else, so that presets, files
@@ -1334,8 +1337,8 @@ def parse(settings, parser, argv, source=""):
         name = unknown[0].split("=")[0]
         plain = name.lstrip("-").replace("_", "-")
         near = [ours for ours, others in OTHER_NAMES.items() if plain in others and ours in known]
-        near += difflib.get_close_matches(name, known, 1, cutoff=0)
-        hint = f"did you mean {near[0]}? (--help lists all flags)"
+        near += difflib.get_close_matches(name, known, 1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? (--help lists all)" if near else "--help lists all flags"
         what = "unknown flag" if name.startswith("-") else "belongs to no flag:"
         raise Refused(f"{source}{what} {name}: {hint}")
     fields = {f.name: f for f in dataclasses.fields(settings)}
