@@ -1271,7 +1271,8 @@ OTHER_NAMES = {
     "--layers": ("n-layer", "num-layers"), "--heads": ("n-head", "num-heads"),
     "--dim": ("n-embd", "hidden-size"), "--accum-steps": ("gradient-accumulation-steps",),
     "--data": ("dataset", "train-file"),
-    "--max-new": ("max-tokens", "max-new-tokens", "tokens", "length"), "--num": ("num-samples", "n-samples")}
+    "--max-new": ("max-tokens", "max-new-tokens", "tokens", "length"),
+    "--num": ("num-samples", "n-samples")}
 
 
 class Parser(argparse.ArgumentParser):
