@@ -2442,8 +2442,8 @@ def test_ways_out_of_bad_bytes(tmp_path, cache):
     assert text(latin, encoding="latin-1") == "caf\xe9 au lait"
     assert text(write(tmp_path/"bom.txt", b"\xef\xbb\xbfabcd\r\n")) == "abcd\r\n"
     assert text(write(tmp_path/"wide.txt", "漢字".encode("utf-16")), encoding="utf-16") == "漢字"
-    half = write(tmp_path/"half.jsonl", '{"text": "a\\ud800b"}')
-    assert text(half, errors="replace") == "a?b"
+    half = write(tmp_path/"half.jsonl", '{"text": "oha\\ud800b"}')
+    assert text(half, errors="replace") == "oha?b"
 
 
 def test_documents(tmp_path, cache):
