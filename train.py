@@ -558,8 +558,8 @@ def write_tokens(folder, tokenizer, texts):
         shutil.copyfileobj(held, f)
         total = sum(counts)
         if total < 5:
-            raise Refused(f"--data: {total} tokens with end of text are too few to train on and "
-                          "hold some out")
+            raise Refused(f"--data: {total} tokens with end of text are too few, at least 5 are "
+                          "needed to train on some and hold some out: give more text")
         if not max(3, total/100) <= counts[1] <= total/4:
             counts[1] = max(3, total//HELD_OUT)     # to read, to predict, end of text
         counts = [total - counts[1], counts[1], documents]
