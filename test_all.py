@@ -3342,7 +3342,8 @@ def test_output_to_a_pipe_is_clean(start, tmp_path, environment):
 
 
 BAD_INPUT = [       # flags, what the one line must contain
-    ("--learning-rate=1", "unknown flag --learning-rate: did you mean --lr?"), ("--head=2", "did you mean --heads?"),
+    ("--learning-rate=1", "unknown flag --learning-rate: did you mean --lr?"),
+    ("--head=2", "did you mean --heads?"),
     ("stray", "stray"), ("--lr=abc", "--lr abc: wants"), ("--lr=nan", "--lr"), ("--lr=inf", "--lr"),
     ("--lr=-1", "--lr -1.0: must be > 0"), ("--dim=-4", "--dim -4"), ("--dim=0", "--dim 0"),
     ("--layers=0", "--layers"), ("--seq=0", "--seq"), ("--batch=0", "--batch"),
@@ -3363,7 +3364,8 @@ BAD_INPUT = [       # flags, what the one line must contain
     ("--config=nowhere.toml", "nowhere.toml"), ("--config=bad.toml", "bad.toml"),
     ("--config=odd.toml", "odd.toml: unknown setting heats: did you mean heads"),
     ("--config=type.toml", "lr must be a number"), ("--config=twice.toml", "twice"),
-    ("--config=self.toml", "unknown setting config"), ("--out=foreign", "settings.json that no run"),
+    ("--config=self.toml", "unknown setting config"),
+    ("--out=foreign", "settings.json that no run"),
     ("--out=", "--out is empty"), ("--init-from=", "--init-from is empty"),
     ("--bench=2 --out=x", "--bench and --out"),
     ("--init-from=taken --preset=v1", "--init-from and --preset"),

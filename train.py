@@ -57,6 +57,9 @@ except ImportError as e:        # the core is not built, or XTRAIN_ISA names one
 from xtrain import Refused, say, setting
 
 # ---- 1. Settings ---------------------------------------------------------------------------------
+# A field is a flag: its name (kv_heads is --kv-heads), its default, its help, its unit, its limits.
+# `xtrain.parse` hands over only what was given, so that four sources can be laid over each other:
+# the defaults here, what a resumed run was started with, a --config file, the command line.
 
 DATA, MODEL, BATCH, OPTIMIZER = "data", "model", "length and batch", "optimizer"
 MACHINE, RUN, CHECKS = "machine", "run folder and checkpoints", "evaluation and checks"
@@ -600,6 +603,8 @@ def open_tokens(folder, keep=None):
 
 
 # ---- 4. Loader -----------------------------------------------------------------------------------
+# Nothing here remembers anything: which text a sequence is follows from its number, so a resumed
+# run needs no state of the loader, and ranks need not talk to each other to share an epoch.
 
 class Micro(typing.NamedTuple):
     """What Step.micro takes: one micro-step of one rank."""
@@ -676,6 +681,9 @@ class Loader:
 
 
 # ---- 5. Run --------------------------------------------------------------------------------------
+# A Run is all that training is about and nothing of how it is shown.  Its whole state is weights,
+# moments and a few counters: those are in a checkpoint, everything else follows from the settings.
+# The second half of the section finds the folder that it writes to and keeps others out of it.
 
 class Run:
     """A training run: settings s, model, optimizer, data, folder, and how far it has come.
@@ -918,6 +926,8 @@ def check_free(folder, source):
 
 
 # ---- 6. Logs -------------------------------------------------------------------------------------
+# People read stdout (plain lines) or a bar on stderr; programs read metrics.jsonl.  Numbers for
+# people are rounded and come with their formula in the banner, those for programs are neither.
 
 def banner(run, folder):
     """Everything that the numbers of a run depend on, and the formulas they are made by."""
@@ -1071,6 +1081,8 @@ def draw(rows, path):
 
 
 # ---- 7. Loop -------------------------------------------------------------------------------------
+# A signal only sets a flag.  The loop looks at it between micro-steps and after each update, saves
+# what the last whole update left, and ends; so there is no moment at which state is half-written.
 
 SAMPLE_TOKENS, LAST_SAMPLE_TOKENS = 40, 120         # at an evaluation, at the end
 
@@ -1234,6 +1246,8 @@ def finish(run, folder, clock, why, caught):
 
 
 # ---- 8. Bench ------------------------------------------------------------------------------------
+# The race against other frameworks: no text, no evaluation, no files.  Making the random tokens is
+# not timed; sorting them is (a loader does it, for the embedding's gradient): no peer needs to.
 
 BURN_IN = 3         # steps: the buffer pool is full after the second
 
@@ -1253,8 +1267,8 @@ def bench(s):
                          disable=not xtrain.terminal()):
         micros = random_micros(rng, config.vocab_size, s)
         start = time.perf_counter()
-        for tokens, targets, order in micros:
-            step.micro(tokens, targets, order, counted=count)
+        for tokens, targets in micros:
+            step.micro(tokens, targets, np.argsort(tokens, axis=None, kind="stable"), counted=count)
         loss, _ = step.update()
         seconds.append(time.perf_counter() - start)
     if not math.isfinite(loss):
@@ -1276,16 +1290,14 @@ def bench(s):
 
 
 def random_micros(rng, vocab, s):
-    """The micro-steps of an update on random tokens: [(tokens, targets, order)]."""
-    micros = []
-    for _ in range(s.accum_steps):
-        window = rng.integers(0, vocab, (s.batch, s.seq + 1))
-        tokens, targets = window[:, :-1].copy(), window[:, 1:].copy()
-        micros.append((tokens, targets, np.argsort(tokens, axis=None, kind="stable")))
-    return micros
+    """The micro-steps of an update on random tokens: [(tokens, targets)], int64 [batch, seq]."""
+    windows = rng.integers(0, vocab, (s.accum_steps, s.batch, s.seq + 1))
+    return [(window[:, :-1].copy(), window[:, 1:].copy()) for window in windows]
 
 
 # ---- 9. Start ------------------------------------------------------------------------------------
+# Order matters: what is cheap to refuse is refused before the folder is made and the corpus read,
+# and a folder in which nothing was trained is taken away again.
 
 def main(argv):
     """Run one command line; returns its exit code."""
