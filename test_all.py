@@ -3301,16 +3301,18 @@ def test_checkpoint_in_transformers(start, spec):
     48 tokens."""
     torch, transformers = reference()
     vocabulary_for_tests(spec)                  # skips where GPT-2's is not to be had
-    text = open(train.__file__).read()          # enough words for 600 ids
-    open("story.txt", "w").write(text)
-    assert start("--out=a", f"--tokenizer={spec}", "--steps=60", "--lr=0.01", "--dim=32",
-                 "--seq=32", "--batch=4", "--eval-every=60", "--log-every=60") == 0
+    # an order of words to learn, so that greedy text is not one letter for ever; and other words,
+    # for 600 ids
+    words = " ".join("abcdefghijklmnopqrstuvwxyz"[i] + str(i*i) for i in range(26)) + "\n"
+    open("story.txt", "w").write(words*400 + awkward_text(8000, seed=5))
+    assert start("--out=a", f"--tokenizer={spec}", "--steps=60", "--lr=0.02", "--dim=32",
+                 "--seq=32", "--batch=4", "--eval-every=60", "--log-every=60", "--dropout=0") == 0
     folder, = xtrain.checkpoints("a").values()
     tokenizer, ours = xtrain.Tokenizer.load(folder), xtrain.load_pretrained(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     auto, said = transformers.AutoTokenizer.from_pretrained(folder), set()
     for i in range(10):
-        prompt = text[4000*i:4000*i + 5 + 3*i]
+        prompt = words[5*i:8*i + 5]
         ids = tokenizer.encode(prompt)
         given = auto(prompt, return_tensors="pt")
         assert given["input_ids"][0].tolist() == ids
@@ -3319,7 +3321,7 @@ def test_checkpoint_in_transformers(start, spec):
         # theirs ends with end of text, ours before it
         assert out[len(ids):] == mine + [tokenizer.eot]*(len(mine) < 48), (i, prompt)
         said |= set(mine)
-    assert len(said) > 2            # greedy, a model this small soon goes in circles
+    assert len(said) > 10
 
 
 def test_bench_ends_in_json(start, capsys):
