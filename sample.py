@@ -46,7 +46,7 @@ from xtrain import Refused, say, setting
 class Settings:
     """The flags of sample.py: a field is a flag."""
     model: str = setting(None, "run, checkpoint or Hugging Face folder (default the newest "
-                               "checkpoint under runs/)", group="Model")
+                               "checkpoint under runs/)", "path", "Model")
     device: str = setting("auto", "where to compute; this build has cpu", group="Model",
                           choices=("auto", "cpu", "cuda"))
     dtype: str = setting("auto", "f32 to compute in; with --export, of the file", group="Model",
@@ -59,13 +59,13 @@ class Settings:
     temperature: float = setting(0.8, "logits are divided by it; 0 takes the likeliest token",
                                  group="Text", least=0)
     top_k: int = setting(None, "only among the k likeliest; leave it out for no limit",
-                         "tokens", group="Text")
+                         "tokens", group="Text", least=1)
     top_p: float = setting(1.0, "only among the likeliest that together reach it; 1 is no limit",
                            "probability", group="Text", above=0, most=1)
     json: bool = setting(False, "one JSON object a line", group="Output")
-    eval: str = setting(None, "print the loss of this UTF-8 text file instead", "file",
+    eval: str = setting(None, "print the loss of this UTF-8 text file instead", "path",
                         group="Output")
-    export: str = setting(None, "write a Hugging Face folder there instead", "folder",
+    export: str = setting(None, "write a Hugging Face folder there instead", "path",
                           group="Output")
 
 
@@ -74,13 +74,7 @@ def read_settings(argv):
     parser = xtrain.parser_of(Settings, "sample.py", __doc__.split("\n\n")[0],
                               "Examples and formats: the head of sample.py.")
     s = Settings(**xtrain.parse(Settings, parser, argv))
-    if s.top_k is not None and s.top_k < 1:
-        raise Refused(f"--top-k {s.top_k}: must be >= 1; leave it out for no limit")
-    for name in ("model", "eval", "export"):
-        if getattr(s, name) == "":
-            raise Refused(f"--{name} is empty: give a path, or leave it out")
-    if s.device == "cuda":
-        raise Refused("--device cuda: this build of xtrain computes on the CPU; leave it out")
+    xtrain.machine(s.device)                    # refuses one that is not there
     if s.dtype == "bf16" and (s.export is None or s.eval is not None):
         raise Refused("--dtype bf16: this build of xtrain computes in f32; bf16 is for --export")
     return s

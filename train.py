@@ -553,7 +553,8 @@ def write_tokens(folder, tokenizer, texts):
     with open(path, "w+b") as f, tempfile.TemporaryFile(dir=folder) as held:
         f.write(bytes(HEADER.size))
         for ids, text, ends in tokenizer.stream(texts):
-            side = held_out(text) if first else side
+            if first:
+                side = held_out(text)
             (f, held)[side].write(ids.astype(kind).data)
             counts[side] += len(ids)
             documents, first = documents + ends, ends

@@ -1359,7 +1359,7 @@ def check_limits(name, value, about):
     limits = [(*LIMITS[word], about[word]) for word in LIMITS if word in about]
     if not all(holds(value, bound) for holds, _, bound in limits):
         wanted = " and ".join(f"{sign} {bound}" for _, sign, bound in limits)
-        raise Refused(f"{name} {value}: must be {wanted}")
+        raise Refused(f"{name} {value}: must be {wanted} ({about['help']})")
 
 
 def toml_flags(settings, path):
