@@ -101,6 +101,14 @@ cdef extern from *:
     #else
     #define huge_pages(p, n) 0
     #endif
+    #define prefetch(p) __builtin_prefetch(p)       /* past the end it reads nothing: no fault */
+    #define prefetch_write(p) __builtin_prefetch(p, 1)
+    #define prefetch_l2(p) __builtin_prefetch(p, 0, 2)
+    /* sums[rows][NV] += column of A times row of B; a macro: gcc spills sums that go to a function */
+    #define MULTIPLY_ADD(sums, rows, a, b) do { \
+        vf row_[NV]; for (int j = 0; j < NV; j++) row_[j] = ((const vf*)(b))[j]; \
+        for (int i = 0; i < rows; i++) for (int j = 0; j < NV; j++) \
+            sums[i][j] += (a)[i] * row_[j]; } while (0)
     #define fmaf1(a, b, c) __builtin_fmaf(a, b, c)      /* one rounding, spelled out */
     """
     enum: VL, MR, NV, NR, WITH_OPENMP
@@ -114,6 +122,10 @@ cdef extern from *:
     float fmaf1(float, float, float) noexcept nogil
     void transpose_tile(const float*, Py_ssize_t, float*, Py_ssize_t) noexcept nogil
     int huge_pages(void*, size_t) noexcept nogil
+    void prefetch(const void*) noexcept nogil
+    void MULTIPLY_ADD(vf (*)[3], int, const float*, const float*) noexcept nogil
+    void prefetch_write(const void*) noexcept nogil
+    void prefetch_l2(const void*) noexcept nogil
 
 cdef extern from "sys/mman.h" nogil:
     void* mmap(void*, size_t, int, int, int, long)
@@ -855,14 +867,19 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 # ---- 6. Matrix products --------------------------------------------------------------------------
 # C[m, n] (+)= op(A)[m, k] op(B)[k, n], row-major, in three levels (Goto and van de Geijn, 2008):
 #
-#   K in slices of KC      a slice of B is packed once, by the whole team, into panels of NR columns
-#   M in blocks            a task takes up to MC panels of MR rows of A, packing each as it comes
-#                          (MR*KC*4 = 28 KB, in L1), and runs it along the panels of B (in L2, L3)
+#   K in slices of KC      B is packed into panels of NR columns, A into panels of MR rows
+#   M in blocks            a task packs the panels of its rows, which stay in L2 from then on, and
+#                          leads one panel of B after the other past them
 #   tiles of MR x NR       accumulators live in registers while a panel of A meets a panel of B
 #
-# KC is as deep as AVX-512's panel of A in L1 allows: a tile of C is loaded and stored once a slice,
-# and the deeper the slice the better that is hidden.  B comes from L2 meanwhile, at NR*4 bytes a
-# step: 128 in 14 cycles with AVX-512.  MC only bounds the size of a task.
+# Sizes, for AVX-512.  A tile of a whole slice takes 14*512 = 7,168 cycles and touches 28 KB of A,
+# 64 KB of B and 1.8 KB of C: 13 bytes a cycle, which L2 delivers.  A block of BLOCK_ROWS is 290 KB,
+# so with the panel of B in use and the next one it fits an L2 of 1 MB, and B, which comes from L3,
+# is read once a block: 64 KB in 72 thousand cycles.
+#
+# B's panels are packed by the whole team first if several blocks need them, or at once by the task
+# if it is the only block: then a panel goes from its source to L1 and no thread waits for another.
+# A weight can also come packed: `pack_b` does it once, for as long as the weight stays as it is.
 #
 # An element of C is always the sum over k in ascending order within a slice, plus the slices in
 # order: neither the number of threads nor the position in a tile enters, so the bits are those of
@@ -870,9 +887,12 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 
 cdef enum:
     KC = 512                # depth of a slice
-    MC = 10                 # panels of MR rows in a block of A, at most
-    NC = 8192               # columns of B packed at a time: 16 MB, within L3
+    BLOCK_ROWS = 140        # rows of a block where B's panels are shared
+    ALONE_ROWS = 560        # rows that are one block, 1.1 MB, each panel of B having one user
+    NC = 8192               # columns of B that are packed at a time: 16 MB, within L3
+    TASKS = 4               # tasks a thread gets at least: one may be slowed by other processes
     TILE_MAX = 14*32        # room for one MR x NR tile
+    AHEAD = 8               # rows that are fetched ahead while packing
     PARALLEL_FROM = 1 << 20 # multiply-adds below which one thread is faster than a team
     THIN = 4                # rows of the small register tile; 8 sums still hide the latency
 
@@ -882,11 +902,30 @@ cdef struct Product:
     float* c                # [m, n], not overlapping a or b
     idx lda, ldb, ldc, m, n, k
     bint ta, tb, acc        # acc: add to C instead of overwriting it
+    const float* packed     # all of B as `pack_b` leaves it; or NULL
     const float* residual   # [m, n] with C's leading dimension, added in the end; or NULL
+    float* h                # [m, n/2]: silu of C's left half times its right half; or NULL
     idx seq                 # rows of C per sequence, for the dropout of the product
     uint64_t key, first_sequence
     uint32_t site, threshold    # threshold 0: no dropout
     float keep_scale
+
+# The part of B that is at hand: panels q0 .. q1 of its columns (of each half of them, where h is
+# wanted), slices s0 .. s1 of K.
+cdef struct Part:
+    const float* start      # its panels, slice by slice; NULL: a task packs what it needs
+    idx q0, q1, s0, s1
+
+
+cdef inline idx slice_depth(idx k) noexcept nogil:
+    """Equal slices of at most KC, so that none is a sliver: 520 is 2*260, not 512 + 8."""
+    return most(1, parts(k, most(1, parts(k, KC))))
+
+
+cdef inline idx panel_room(idx kc) noexcept nogil:
+    """Floats from one panel of A to the next: VL more than it holds, into which `pack` may spill.
+    """
+    return kc*MR + VL
 
 
 cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
@@ -897,14 +936,15 @@ cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
     moved where the matrix has enough of them: the last vector may then spill over `width` into the
     next k, which is written after it (vectors go down, k goes up), or into the VL floats of slack
     at the end.  Panels of B never spill, NR being whole vectors: they lie side by side, and other
-    threads may be packing the neighbours.
+    threads may be packing the neighbours.  No more than THIN rows leave those that no tile will
+    look at undefined.
     """
-    cdef idx k = 0, r, g
-    cdef idx vectors = (width + VL - 1)//VL
+    cdef idx k = 0, r, g, vectors = (width + VL - 1)//VL
     if vectors*VL <= rows:          # reading whole vectors stays within the matrix
         if across:
             for k in range(kc):
                 for g in range(vectors - 1, -1, -1):
+                    prefetch(x + (k + AHEAD)*ld + g*VL)
                     (<vf*>(out + k*width + g*VL))[0] = (<const vf*>(x + k*ld + g*VL))[0]
             return
         # Rows of the matrix become columns of the panel, VL x VL at a time
@@ -914,33 +954,73 @@ cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
             k += VL
     # What is left: the last k of whole vectors, or all of a panel at the matrix's edge
     rows = least(rows, width)
+    cdef idx filled = THIN if rows <= THIN else width
     while k < kc:
         for r in range(rows):
             out[k*width + r] = x[k*ld + r] if across else x[r*ld + k]
-        for r in range(rows, width):
+        for r in range(rows, filled):
             out[k*width + r] = 0
         k += 1
 
 
-cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ldc,
-                        bint acc) noexcept nogil:
+cdef void pack_rows(const Product* p, idx first, idx end, idx pc, idx kc,
+                    float* out) noexcept nogil:
+    """Panels first .. end of A's rows, k from pc to pc + kc, each panel_room(kc) after the last.
+
+    A transposed A is read row by row across all panels: one panel after the other would come back
+    to each line for every few of its floats (0.9 ns an element against 0.2).
+    """
+    cdef idx i = first*MR, room = panel_room(kc), whole = first, k, t, g
+    cdef idx vectors = (MR + VL - 1)//VL
+    cdef const float* x = p.a + (pc*p.lda if p.ta else pc)
+    if p.ta:
+        while whole < end and whole*MR + vectors*VL <= p.m:
+            whole += 1
+        for k in range(kc):
+            for t in range(whole - first):
+                prefetch(x + (k + AHEAD)*p.lda + i + t*MR)
+                for g in range(vectors - 1, -1, -1):
+                    (<vf*>(out + t*room + k*MR + g*VL))[0] = (
+                        <const vf*>(x + k*p.lda + i + t*MR + g*VL))[0]
+    for t in range(whole, end):
+        pack(x + t*MR*(1 if p.ta else p.lda), p.lda, p.ta, kc, p.m - t*MR, MR,
+             out + (t - first)*room)
+
+
+cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc,
+                        const float* y, idx step, idx count) noexcept nogil:
     """C[MR, NR] (+)= one panel of A, [kc, MR], times one of B, [kc, NR]; MR*NV sums in registers.
 
     Every sum is one chain in ascending k; there are enough of them to hide the latency of an FMA.
     C joins at the end, in one addition: a slice's sum is complete before it meets the others.
+    On the way the lines of C are fetched, a row every fourth k, and `count` rows `step` apart of
+    the panel that comes next, from y on: all at once they would hold up the loads of B.
     """
     cdef vf sums[14][3]     # MR and NV are constants of the build, at most 14 and 3
-    cdef vf row[3]
+    cdef float* z = c
     cdef idx k, i, j
     for i in range(MR):
         for j in range(NV):
             sums[i][j] = VZERO
-    for k in range(kc):
-        for j in range(NV):
-            row[j] = (<const vf*>b)[j]
-        for i in range(MR):
-            for j in range(NV):
-                sums[i][j] = sums[i][j] + a[i]*row[j]
+    for k in range(kc//4):
+        if k < MR:
+            prefetch_write(z)               # a row that starts anywhere has NV + 1 lines
+            prefetch_write(z + NR//2)
+            prefetch_write(z + NR - 1)
+            z = z + ldc
+        if k < count:
+            prefetch_l2(y)
+            prefetch_l2(y + NR//2)
+            prefetch_l2(y + NR - 1)
+            y = y + step
+        MULTIPLY_ADD(sums, MR, a, b)
+        MULTIPLY_ADD(sums, MR, a + MR, b + NR)
+        MULTIPLY_ADD(sums, MR, a + 2*MR, b + 2*NR)
+        MULTIPLY_ADD(sums, MR, a + 3*MR, b + 3*NR)
+        a = a + 4*MR
+        b = b + 4*NR
+    for k in range(kc % 4):
+        MULTIPLY_ADD(sums, MR, a, b)
         a = a + MR
         b = b + NR
     for i in range(MR):
@@ -955,17 +1035,12 @@ cdef void thin_tile(idx kc, const float* a, const float* b, float* c) noexcept n
     """The first THIN rows of register_tile, overwriting: the same sums without those nobody asks
     for, which is what one token's product with the weights consists of."""
     cdef vf sums[THIN][3]
-    cdef vf row[3]
     cdef idx k, i, j
     for i in range(THIN):
         for j in range(NV):
             sums[i][j] = VZERO
     for k in range(kc):
-        for j in range(NV):
-            row[j] = (<const vf*>b)[j]
-        for i in range(THIN):
-            for j in range(NV):
-                sums[i][j] = sums[i][j] + a[i]*row[j]
+        MULTIPLY_ADD(sums, THIN, a, b)
         a = a + MR
         b = b + NR
     for i in range(THIN):
@@ -984,14 +1059,14 @@ cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, b
     if rows <= THIN:
         thin_tile(kc, a, b, whole)
     else:
-        register_tile(kc, a, b, whole, NR, False)
+        register_tile(kc, a, b, whole, NR, False, b, 0, 0)
     for i in range(rows):
         for j in range(cols):
             c[i*ldc + j] = whole[i*NR + j] + (c[i*ldc + j] if acc else <float>0.0)
 
 
 cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogil:
-    """The epilogue of finished rows and columns, still in cache: dropout, then residual.
+    """The epilogue of finished rows and columns, still in L1: dropout, then residual, or SwiGLU.
 
     The mask depends on an element's place in C, so it does not matter how C was cut into blocks.
     """
@@ -1008,158 +1083,185 @@ cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogi
             r = p.residual + i*p.ldc
             for j in range(j0, j1):
                 c[j] = r[j] + c[j]
+        if p.h != NULL:
+            swiglu_row(c + j0, c + p.n//2 + j0, p.h + i*(p.n//2) + j0, j1 - j0)
 
 
-cdef void multiply_block(const Product* p, idx i0, idx i1, idx j0, idx j1, idx jc, idx pc, idx kc,
-                         const float* bp, float* ap) noexcept nogil:
-    """Rows i0..i1, columns j0..j1 of C over one slice of K; `bp`: B's panels from column jc.
-
-    A's panel is packed by the thread that uses it, into its own `ap`: it is in that core's L1 from
-    then on, and no other thread has to wait for it.
-    """
-    cdef idx i = i0, j, rows, cols
-    cdef bint acc = p.acc or pc > 0
-    while i < i1:
-        rows = least(MR, i1 - i)
-        pack(p.a + (pc*p.lda + i if p.ta else i*p.lda + pc), p.lda, p.ta, kc, p.m - i, MR, ap)
-        j = j0
-        while j < j1:
-            cols = least(NR, j1 - j)
-            if rows == MR and cols == NR:
-                register_tile(kc, ap, bp + (j - jc)*kc, p.c + i*p.ldc + j, p.ldc, acc)
-            else:
-                edge_tile(kc, ap, bp + (j - jc)*kc, p.c + i*p.ldc + j, p.ldc, acc, rows, cols)
-            j += NR
-        i += MR
-    # After the last slice the block is final: no other task writes to it
-    if pc + kc == p.k and (p.threshold or p.residual != NULL):
-        finish(p, i0, i1, j0, j1)
+cdef inline idx halves(const Product* p) noexcept nogil:
+    """2 where C has a left half and a right one, of which h is made."""
+    return 2 if p.h != NULL else 1
 
 
-cdef inline idx slice_depth(idx k) noexcept nogil:
-    """Equal slices of at most KC, so that none is a sliver: 520 is 2*260, not 512 + 8."""
-    cdef idx slices = most(1, (k + KC - 1)//KC)
-    return (k + slices - 1)//slices
+cdef inline float* panel(const Product* p, const Part* b, idx q, idx half, idx s) noexcept nogil:
+    """Where panel q of a half, slice s, lies in b."""
+    cdef idx depth = slice_depth(p.k), kc = least(depth, p.k - s*depth), columns = b.q1 - b.q0
+    return <float*>b.start + ((s - b.s0)*depth*halves(p)*columns
+                              + (half*columns + q - b.q0)*kc)*NR
 
 
-cdef idx b_room(idx n, idx k) noexcept nogil:
-    """Floats that a packed slice of B takes."""
-    return ((least(n, NC) + NR - 1)//NR*NR)*slice_depth(k)
+cdef void pack_panel(const Product* p, idx q, idx half, idx s, float* out) noexcept nogil:
+    """Panel q of the columns of a half of B, slice s."""
+    cdef idx depth = slice_depth(p.k), pc = s*depth, j = q*NR + half*(p.n//2)
+    pack(p.b + (j*p.ldb + pc if p.tb else pc*p.ldb + j), p.ldb, not p.tb, least(depth, p.k - pc),
+         p.n - j, NR, out)
 
 
-cdef void pack_b_panel(const Product* p, idx j, idx pc, idx kc, float* out) noexcept nogil:
-    """Pack NR columns of B from j on, k from pc to pc + kc."""
-    pack(p.b + (j*p.ldb + pc if p.tb else pc*p.ldb + j), p.ldb, not p.tb, kc, p.n - j, NR, out)
-
-
-cdef void multiply_serial(const Product* p, float* bp, float* ap) noexcept nogil:
-    """One product on the calling thread; slices and their order are those of multiply_team."""
-    cdef idx jc = 0, pc, kc, nc, j
-    if p.k == 0:                        # an empty sum
-        for j in range(0 if p.acc else p.m):
-            memset(p.c + j*p.ldc, 0, p.n*sizeof(float))
-        finish(p, 0, p.m, 0, p.n)
-    while jc < p.n:
-        nc = least(NC, p.n - jc)
-        pc = 0
-        while pc < p.k:
-            kc = least(slice_depth(p.k), p.k - pc)
-            j = jc
-            while j < jc + nc:
-                pack_b_panel(p, j, pc, kc, bp + (j - jc)*kc)
-                j += NR
-            multiply_block(p, 0, p.m, jc, jc + nc, jc, pc, kc, bp, ap)
-            pc += kc
-        jc += nc
-
-
-cdef void multiply_team(const Product* p, float* bp, float* ap, int threads) noexcept nogil:
-    """One product on the team: per slice, all pack B, then share the blocks of C.
-
-    All threads run the loops over jc and pc, with equal bounds; the loops over tasks are shared.
-    The barrier at the end of each loop over tasks keeps a thread from reading a panel of B before
-    it is packed, or overwriting it while another still reads it.
-    """
-    cdef idx jc, pc, kc, nc, panels, t, i, j, height, width, down, along
-    cdef idx panels_m = (p.m + MR - 1)//MR
-    with nogil, parallel(num_threads=threads):
-        jc = 0
-        while jc < p.n:
-            nc = least(NC, p.n - jc)
-            panels = (nc + NR - 1)//NR
-            # About eight blocks a thread: tall ones, cut across too where M is short (decoding)
-            height = most(1, least(MC, panels_m//(8*threads)))
-            down = (panels_m + height - 1)//height
-            along = most(1, least(panels, 8*threads//down))
-            width = (panels + along - 1)//along
-            along = (panels + width - 1)//width
-            pc = 0
-            while pc < p.k:
-                kc = least(slice_depth(p.k), p.k - pc)
-                for t in prange(panels, schedule='dynamic'):
-                    pack_b_panel(p, jc + t*NR, pc, kc, bp + t*NR*kc)
-                for t in prange(down*along, schedule='dynamic'):
-                    i = t//along*height*MR
-                    j = jc + t % along*width*NR
-                    multiply_block(p, i, least(p.m, i + height*MR), j,
-                                   least(jc + nc, j + width*NR), jc, pc, kc, bp,
-                                   ap + threadid()*(KC*MR + VL))
-                pc = pc + kc
-            jc = jc + nc
-
-
-cdef void thin_panel(const Product* p, idx j, const float* ap, float* bp) noexcept nogil:
-    """NR columns of C from j on: each slice of B is packed to `bp` and used while it is in L1."""
-    cdef idx pc = 0, kc, cols = least(NR, p.n - j)
-    cdef bint acc
-    while pc < p.k:
-        kc, acc = least(slice_depth(p.k), p.k - pc), p.acc or pc > 0
-        pack_b_panel(p, j, pc, kc, bp)
-        if p.m == MR and cols == NR:
-            register_tile(kc, ap + pc*MR, bp, p.c + j, p.ldc, acc)
+cdef void multiply_panel(const Product* p, const Part* have, idx first, idx end, idx q, idx half,
+                         idx s, float* own) noexcept nogil:
+    """Panels first .. end of A, in `own` behind one of B, times panel q of a half, slice s of K."""
+    cdef idx depth = slice_depth(p.k), pc = s*depth, kc = least(depth, p.k - pc)
+    cdef idx j = q*NR + half*(p.n//2), cols = least(NR, p.n - j), rows, t, near, step = 0
+    cdef const float* a = own + KC*NR
+    cdef const float* b = own
+    cdef const float* y = own       # what to fetch ahead: nothing while step is 0
+    cdef float* c
+    if have.start != NULL:
+        b = panel(p, have, q, half, s)
+        y, step = b + kc*NR, NR
+    else:
+        pack_panel(p, q, half, s, own)
+        if not p.tb:
+            y, step = p.b + pc*p.ldb + j + NR, p.ldb
+    for t in range(first, end):
+        rows, c = least(MR, p.m - t*MR), p.c + t*MR*p.ldc + j
+        near = kc*(t - first)//(end - first)        # the next panel is fetched a part a tile
+        if rows == MR and cols == NR:
+            register_tile(kc, a, b, c, p.ldc, p.acc or s > 0, y + near*step, step,
+                          kc//(end - first) + 1 if step else 0)
         else:
-            edge_tile(kc, ap + pc*MR, bp, p.c + j, p.ldc, acc, p.m, cols)
-        pc += kc
-    finish(p, 0, p.m, j, j + cols)
+            edge_tile(kc, a, b, c, p.ldc, p.acc or s > 0, rows, cols)
+        a = a + panel_room(kc)
 
 
-cdef void run_thin(const Product* p, int threads):
-    """One product of at most MR rows, as when generating: bound by reading B, so B is read once.
+cdef void multiply_block(const Product* p, const Part* have, idx first, idx end, idx q0, idx q1,
+                         float* own) noexcept nogil:
+    """One task: panels first .. end of A's rows, q0 .. q1 of B's columns, the slices at hand.
 
-    A is one panel, packed as a whole; the bits are those of the other ways, slice by slice.
+    `own` is the thread's: one panel of B, then A's, which are in that core's L2 from then on.
     """
-    cdef idx depth = slice_depth(p.k), pc = 0, t
-    cdef Buffer scratch = Buffer((p.k*MR + VL + threads*depth*NR + 16)*4)
-    cdef float* ap = <float*>scratch.address
-    cdef float* bp = ap + (p.k*MR + VL + 15)//16*16     # panels of B are read by aligned vectors
-    with nogil:
-        while pc < p.k:
-            pack(p.a + (pc*p.lda if p.ta else pc), p.lda, p.ta, least(depth, p.k - pc), p.m, MR,
-                 ap + pc*MR)
-            pc = pc + depth
-        for t in prange((p.n + NR - 1)//NR, schedule='dynamic', num_threads=threads):
-            thin_panel(p, t*NR, ap, bp + threadid()*depth*NR)
+    cdef idx depth = slice_depth(p.k), s, q, half
+    cdef bint epilogue = p.threshold or p.residual != NULL or p.h != NULL
+    for s in range(have.s0, have.s1):
+        pack_rows(p, first, end, s*depth, least(depth, p.k - s*depth), own + KC*NR)
+        for q in range(q0, q1):
+            for half in range(halves(p)):
+                multiply_panel(p, have, first, end, q, half, s, own)
+            # After the last slice these columns are final: no other task writes to them
+            if epilogue and (s + 1)*depth >= p.k:
+                finish(p, first*MR, least(p.m, end*MR), q*NR, least(p.n, q*NR + NR))
+
+
+cdef inline Part whole(const Product* p) noexcept nogil:
+    """All of B, packed if it came so."""
+    cdef Part b
+    b.start, b.q0, b.s0, b.s1 = p.packed, 0, 0, parts(p.k, slice_depth(p.k))
+    b.q1 = parts(p.n//halves(p), NR)
+    return b
+
+
+cdef idx own_room(const Product* p) noexcept nogil:
+    """Floats of scratch a thread needs: a panel of B and the tallest block of A's."""
+    return KC*NR + least(parts(p.m, MR), ALONE_ROWS//MR)*panel_room(least(KC, p.k))
+
+
+cdef void multiply_serial(const Product* p, float* own) noexcept nogil:
+    """One product on the calling thread; its sums are those of multiply_team."""
+    cdef idx rows = parts(p.m, MR), first = 0, i
+    cdef Part b = whole(p)
+    if p.k == 0:                        # an empty sum
+        for i in range(0 if p.acc else p.m):
+            memset(p.c + i*p.ldc, 0, p.n*sizeof(float))
+        finish(p, 0, p.m, 0, p.n//halves(p))
+    while first < rows:
+        multiply_block(p, &b, first, least(rows, first + ALONE_ROWS//MR), 0, b.q1, own)
+        first += ALONE_ROWS//MR
+
+
+cdef void share_panel(const Product* p, const Part* b, idx t) noexcept nogil:
+    """Pack panel t of those that b has room for."""
+    cdef idx columns = b.q1 - b.q0, s = b.s0 + t//(halves(p)*columns)
+    cdef idx half = t//columns % halves(p), q = b.q0 + t % columns
+    pack_panel(p, q, half, s, panel(p, b, q, half, s))
+
+
+cdef void multiply_team(const Product* p, float* room, float* own, int threads) noexcept nogil:
+    """One product on the team: for a part of B at a time, pack it if it is shared, then the blocks.
+
+    All threads run the outer loops, with equal bounds; the loops over tasks are shared.  The
+    barrier at the end of each keeps a thread from reading a panel of B before it is packed, or
+    overwriting it while another still reads it.
+    """
+    cdef idx rows = parts(p.m, MR), each = own_room(p), columns, t, i, j
+    cdef Part b, all = whole(p)
+    # Blocks low enough for every thread to get some; where there is one, B's columns are cut, but
+    # each range packs A again, which 512 columns make up for
+    cdef idx blocks = 1 if room == NULL and p.packed == NULL else most(
+        parts(rows, BLOCK_ROWS//MR), least(rows, TASKS*threads))
+    cdef idx ranges = 1 if blocks > 1 else most(least(threads, all.q1),
+                                                least(TASKS*threads, all.q1*NR//512))
+    cdef idx wide = all.q1 if room == NULL else least(all.q1, NC//NR//halves(p))
+    # As many slices as there is room for
+    cdef idx deep = all.s1 if room == NULL else most(1, NC*KC//(wide*halves(p)*NR*slice_depth(p.k)))
+    with nogil, parallel(num_threads=threads):
+        b = all
+        b.start = p.packed if room == NULL else room
+        while b.q0 < all.q1:
+            b.q1, b.s0 = least(all.q1, b.q0 + wide), 0
+            columns = b.q1 - b.q0
+            while b.s0 < all.s1:
+                b.s1 = least(all.s1, b.s0 + deep)
+                if room != NULL:
+                    for t in prange(columns*halves(p)*(b.s1 - b.s0), schedule='dynamic'):
+                        share_panel(p, &b, t)
+                for t in prange(blocks*ranges, schedule='dynamic'):
+                    i, j = t//ranges, t % ranges
+                    multiply_block(p, &b, rows*i//blocks, rows*(i + 1)//blocks,
+                                   b.q0 + columns*j//ranges, b.q0 + columns*(j + 1)//ranges,
+                                   own + threadid()*each)
+                b.s0 = b.s1
+            b.q0 = b.q1
 
 
 cdef void run_product(const Product* p):
     """Take scratch (for which the GIL is needed), then compute on one thread or the team."""
     cdef int threads = 1 if p.m*p.n*p.k < PARALLEL_FROM else THREADS
-    if p.m <= MR and p.k > 0:
-        run_thin(p, threads)
-        return
-    cdef Buffer bp = Buffer(b_room(p.n, p.k)*4)
-    cdef Buffer ap = Buffer(threads*(KC*MR + VL)*4)
+    cdef bint shared = threads > 1 and p.packed == NULL and p.m > ALONE_ROWS
+    cdef Buffer own = Buffer(threads*own_room(p)*4), room
     if threads == 1:
         with nogil:
-            multiply_serial(p, <float*>bp.address, <float*>ap.address)
-    else:
-        multiply_team(p, <float*>bp.address, <float*>ap.address, threads)
+            multiply_serial(p, <float*>own.address)
+        return
+    room = Buffer(4*least(NC*KC, packed_size(p.n, p.k))) if shared else None
+    multiply_team(p, <float*>room.address if shared else NULL, <float*>own.address, threads)
+
+cdef inline idx packed_size(idx n, idx k) noexcept nogil:
+    """Floats of B [k, n] as `pack_b` leaves it."""
+    return parts(n, NR)*NR*k
+
+
+def pack_room(idx n, idx k):
+    """Bytes that `pack_b` writes."""
+    return packed_size(n, k)*sizeof(float)
+
+
+def pack_b(size_t b, idx ldb, bint tb, size_t out, idx n, idx k):
+    """Pack op(B) [k, n], [n, k] if tb, for products that take it as `packed`, with h or without."""
+    cdef Product p
+    cdef Part all
+    cdef idx t
+    memset(&p, 0, sizeof(Product))
+    p.b, p.ldb, p.tb, p.n, p.k = <const float*>b, ldb, tb, n, k
+    all = whole(&p)
+    all.start = <const float*>out
+    for t in prange(all.q1*all.s1, nogil=True, schedule='dynamic', num_threads=team(n*k)):
+        share_panel(&p, &all, t)
 
 
 def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m, idx n,
-         idx k, bint acc, size_t residual=0, uint32_t threshold=0, uint64_t key=0,
-         uint64_t first_sequence=0, uint32_t site=0, idx seq=1, double keep_scale=1.0):
-    """C (+)= op(A) op(B); then, if asked, C = residual + dropout(C).
+         idx k, bint acc, size_t packed=0, size_t h=0, size_t residual=0, uint32_t threshold=0,
+         uint64_t key=0, uint64_t first_sequence=0, uint32_t site=0, idx seq=1,
+         double keep_scale=1.0):
+    """C (+)= op(A) op(B); then, if asked, C = residual + dropout(C), or h = SwiGLU of C's halves.
 
     Row i is position i % seq of sequence first_sequence + i//seq.  Leading dimensions are in
     elements; `residual` has C's.  Shapes are those of Product; c overlaps nothing else.
@@ -1168,10 +1270,13 @@ def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx l
     p.a, p.b, p.c = <const float*>a, <const float*>b, <float*>c
     p.lda, p.ldb, p.ldc, p.m, p.n, p.k = lda, ldb, ldc, m, n, k
     p.ta, p.tb, p.acc = ta, tb, acc
-    p.residual, p.seq = <const float*>residual, seq
+    p.packed, p.residual, p.seq = <const float*>packed, <const float*>residual, seq
     p.key, p.first_sequence, p.site = key, first_sequence, site
     p.threshold, p.keep_scale = threshold, <float>keep_scale
+    p.h = <float*>h if n % (2*NR) == 0 else NULL        # halves of whole panels, or in a pass apart
     run_product(&p)
+    if h and p.h == NULL:
+        swiglu(c, h, m, n//2)
 
 
 def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m,
@@ -1182,31 +1287,29 @@ def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c,
     task is a run of items with one C, which it adds in order.
     """
     cdef const int64_t* at = <const int64_t*>offsets
-    cdef idx i, t
+    cdef idx i, each
     # One product a task, each thread with scratch for both operands: nobody waits for a barrier
-    cdef idx room_b = b_room(n, k), room_a = KC*MR + VL
     cdef int threads = 1 if batch*m*n*k < PARALLEL_FROM else THREADS
-    cdef Buffer scratch = Buffer(threads*(room_a + room_b)*4)
-    cdef float* own
     cdef Product p
     memset(&p, 0, sizeof(Product))
     p.lda, p.ldb, p.ldc, p.m, p.n, p.k = lda, ldb, ldc, m, n, k
     p.ta, p.tb, p.acc = ta, tb, acc
+    each = own_room(&p)
+    cdef Buffer scratch = Buffer(threads*each*4)
     for i in prange(batch, nogil=True, num_threads=threads, schedule='dynamic'):
         if i == 0 or at[3*i + 2] != at[3*i - 1]:    # the first item of a run
-            own = <float*>scratch.address + threadid()*(room_a + room_b)
-            batch_run(&p, <const float*>a, <const float*>b, <float*>c, at, i, batch, own,
-                      own + room_a)
+            batch_run(&p, <const float*>a, <const float*>b, <float*>c, at, i, batch,
+                      <float*>scratch.address + threadid()*each)
 
 
 cdef void batch_run(const Product* shape, const float* a, const float* b, float* c,
-                    const int64_t* at, idx i, idx batch, float* ap, float* bp) noexcept nogil:
+                    const int64_t* at, idx i, idx batch, float* own) noexcept nogil:
     """Items i, i + 1, ... of a batch as long as they write to the same C."""
     cdef Product p = shape[0]
     cdef int64_t target = at[3*i + 2]
     while i < batch and at[3*i + 2] == target:
         p.a, p.b, p.c = a + at[3*i], b + at[3*i + 1], c + target
-        multiply_serial(&p, bp, ap)
+        multiply_serial(&p, own)
         i += 1
 
 
@@ -1740,10 +1843,8 @@ def embed_backward(size_t tokens, size_t order, size_t dy, size_t dw, idx n, idx
 cdef extern from *:
     """
     enum { AR = MR < 8 ? MR : 8, AL = 2 * VL, TILE = 8 * AR, KEYS = 2 * TILE };
-    #define prefetch(p) __builtin_prefetch(p)
     """
     enum: AR, AL, TILE, KEYS
-    void prefetch(const void*) noexcept nogil
 
 cdef enum:
     CHUNK = 4                       # tiles of queries for which forward stages k and v once

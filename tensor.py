@@ -734,7 +734,7 @@ def linear(x, w, residual=None, dropout=None):
     (w, ldw, tw), x = operand(w), packed(x)
     residual, how = None if residual is None else packed(residual), dropout or NO_DROPOUT
     core.gemm(x.ptr, x.shape[-1], False, w.ptr, ldw, not tw, out.ptr, w.shape[0], flat2(x).shape[0],
-              w.shape[0], x.shape[-1], False, address(residual), how.threshold, how.seed,
+              w.shape[0], x.shape[-1], False, 0, 0, address(residual), how.threshold, how.seed,
               how.first_sequence, how.site, x.shape[-2] if x.ndim > 1 else 1, how.keep_scale)
     return out
 
