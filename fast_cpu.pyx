@@ -68,7 +68,7 @@ cdef extern from *:
     static inline vf vmax(vf a, vf b) { vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
     static inline int f2i(float x) { int i; __builtin_memcpy(&i, &x, 4); return i; }
     static inline float i2f(int i) { float x; __builtin_memcpy(&x, &i, 4); return x; }
-    /* VL x VL transpose of words: butterflies of distance 1, 2, 4, 8; rows ls, ld words apart */
+    /* VL x VL transpose of words, those after `rows` zero: butterflies of distance 1, 2, 4, 8 */
     #define LOW(s, t) (((t) & (s)) ? (t) - (s) + VL : (t))
     #define HIGH(s, t) (((t) & (s)) ? (t) + VL : (t) + (s))
     #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
@@ -79,9 +79,10 @@ cdef extern from *:
     #define BUTTERFLY(s) for (int i = 0; i < VL; i++) if (!(i & s)) { vi a = r[i], b = r[i + s]; \
         r[i] = SHUFFLE(a, b, LANES(LOW, s)); \
         r[i + s] = SHUFFLE(a, b, LANES(HIGH, s)); }
-    static inline void transpose_tile(const float* src, Py_ssize_t ls, float* dst, Py_ssize_t ld) {
+    static inline void transpose_tile(const float* src, Py_ssize_t ls, Py_ssize_t rows, float* dst,
+                                      Py_ssize_t ld) {
         vi r[VL];
-        for (int i = 0; i < VL; i++) r[i] = *(const vi*)(src + i * ls);
+        for (int i = 0; i < VL; i++) r[i] = i < rows ? *(const vi*)(src + i * ls) : (vi){0};
         BUTTERFLY(1) BUTTERFLY(2)
     #if defined(__AVX2__)
         BUTTERFLY(4)
@@ -104,11 +105,28 @@ cdef extern from *:
     #define prefetch(p) __builtin_prefetch(p)       /* past the end it reads nothing: no fault */
     #define prefetch_write(p) __builtin_prefetch(p, 1)
     #define prefetch_l2(p) __builtin_prefetch(p, 0, 2)
-    /* sums[rows][NV] += column of A times row of B; a macro: gcc spills sums that go to a function */
-    #define MULTIPLY_ADD(sums, rows, a, b) do { \
+    /* A register tile, sums[rows][NV], in three steps.  Macros with unrolled loops, for only these
+       leave it in registers: a function's sums, or a plain loop's, pass through the stack. */
+    #define EACH(rows) _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) \
+        _Pragma("GCC unroll 3") for (int j = 0; j < NV; j++)
+    #define TILE_CLEAR(sums, rows) do { EACH(rows) sums[i][j] = VZERO; } while (0)
+    #define TILE_ADD(sums, rows, a, b) do { \
         vf row_[NV]; for (int j = 0; j < NV; j++) row_[j] = ((const vf*)(b))[j]; \
         for (int i = 0; i < rows; i++) for (int j = 0; j < NV; j++) \
-            sums[i][j] += (a)[i] * row_[j]; } while (0)
+            sums[i][j] += (a)[i] * row_[j]; \
+        __asm__ volatile("" ::: "memory"); } while (0)
+    #define TILE_STORE(sums, rows, c, ldc, acc) do { \
+        if (acc) { EACH(rows) ((vf*)((c) + i*(ldc)))[j] += sums[i][j]; } \
+        else { EACH(rows) ((vf*)((c) + i*(ldc)))[j] = sums[i][j]; } } while (0)
+    #define prefetch(p) __builtin_prefetch(p)       /* past the end it reads nothing: no fault */
+    #define prefetch_write(p) __builtin_prefetch(p, 1)
+    #define prefetch_l2(p) __builtin_prefetch(p, 0, 2)
+    /* sums[rows][NV] += column of A times row of B; a macro: gcc spills sums that go to a function */
+    #define TILE_ADD(sums, rows, a, b) do { \
+        vf row_[NV]; for (int j = 0; j < NV; j++) row_[j] = ((const vf*)(b))[j]; \
+        for (int i = 0; i < rows; i++) for (int j = 0; j < NV; j++) \
+            sums[i][j] += (a)[i] * row_[j]; \
+        __asm__ volatile("" ::: "memory"); } while (0)
     #define fmaf1(a, b, c) __builtin_fmaf(a, b, c)      /* one rounding, spelled out */
     """
     enum: VL, MR, NV, NR, WITH_OPENMP
@@ -120,10 +138,12 @@ cdef extern from *:
     int f2i(float) noexcept nogil
     float i2f(int) noexcept nogil
     float fmaf1(float, float, float) noexcept nogil
-    void transpose_tile(const float*, Py_ssize_t, float*, Py_ssize_t) noexcept nogil
+    void transpose_tile(const float*, Py_ssize_t, Py_ssize_t, float*, Py_ssize_t) noexcept nogil
     int huge_pages(void*, size_t) noexcept nogil
     void prefetch(const void*) noexcept nogil
-    void MULTIPLY_ADD(vf (*)[3], int, const float*, const float*) noexcept nogil
+    void TILE_CLEAR(vf (*)[3], int) noexcept nogil
+    void TILE_ADD(vf (*)[3], int, const float*, const float*) noexcept nogil
+    void TILE_STORE(vf (*)[3], int, float*, Py_ssize_t, bint) noexcept nogil
     void prefetch_write(const void*) noexcept nogil
     void prefetch_l2(const void*) noexcept nogil
 
@@ -489,7 +509,7 @@ cdef void copy_across(const item* src, idx a_step, item* dst, idx b_line, idx b_
     for t in range(parts(n, VL)*across):
         i, j = t//across*VL, t%across*VL
         if sizeof(item) == 4 and b_step == 1 and i + VL <= n and j + VL <= lines:
-            transpose_tile(<const float*>(src + i*a_step + j), a_step,
+            transpose_tile(<const float*>(src + i*a_step + j), a_step, VL,
                            <float*>(dst + j*b_line + i), b_line)
             continue
         # edges, and items of other sizes: the same tile, an item at a time
@@ -894,7 +914,8 @@ cdef enum:
     TILE_MAX = 14*32        # room for one MR x NR tile
     AHEAD = 8               # rows that are fetched ahead while packing
     PARALLEL_FROM = 1 << 20 # multiply-adds below which one thread is faster than a team
-    THIN = 4                # rows of the small register tile; 8 sums still hide the latency
+    THIN = 4                # rows of the low register tiles, or twice as many; 8 sums still hide
+                            # the latency, and one token's products consist of these
 
 cdef struct Product:
     const float* a          # [m, k], or [k, m] if ta
@@ -936,55 +957,41 @@ cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
     moved where the matrix has enough of them: the last vector may then spill over `width` into the
     next k, which is written after it (vectors go down, k goes up), or into the VL floats of slack
     at the end.  Panels of B never spill, NR being whole vectors: they lie side by side, and other
-    threads may be packing the neighbours.  No more than THIN rows leave those that no tile will
-    look at undefined.
+    threads may be packing the neighbours.
     """
     cdef idx k = 0, r, g, vectors = (width + VL - 1)//VL
-    if vectors*VL <= rows:          # reading whole vectors stays within the matrix
-        if across:
-            for k in range(kc):
-                for g in range(vectors - 1, -1, -1):
-                    prefetch(x + (k + AHEAD)*ld + g*VL)
-                    (<vf*>(out + k*width + g*VL))[0] = (<const vf*>(x + k*ld + g*VL))[0]
-            return
-        # Rows of the matrix become columns of the panel, VL x VL at a time
-        while k + VL <= kc:
+    if across and vectors*VL <= rows:   # reading whole vectors stays within the matrix
+        for k in range(kc):
             for g in range(vectors - 1, -1, -1):
-                transpose_tile(x + g*VL*ld + k, ld, out + k*width + g*VL, width)
-            k += VL
-    # What is left: the last k of whole vectors, or all of a panel at the matrix's edge
+                prefetch(x + (k + AHEAD)*ld + g*VL)
+                (<vf*>(out + k*width + g*VL))[0] = (<const vf*>(x + k*ld + g*VL))[0]
+        return
+    # Rows of the matrix become columns of the panel, VL x VL at a time
+    while not across and k + VL <= kc:
+        for g in range(vectors - 1, -1, -1):
+            if (g + 1)*VL <= rows:
+                transpose_tile(x + g*VL*ld + k, ld, VL, out + k*width + g*VL, width)
+            else:
+                transpose_tile(x + g*VL*ld + k, ld, rows - g*VL, out + k*width + g*VL, width)
+        k += VL
+    # What is left: the last k, or a panel at the matrix's edge
     rows = least(rows, width)
-    cdef idx filled = THIN if rows <= THIN else width
     while k < kc:
         for r in range(rows):
             out[k*width + r] = x[k*ld + r] if across else x[r*ld + k]
-        for r in range(rows, filled):
+        for r in range(rows, width):
             out[k*width + r] = 0
         k += 1
 
 
 cdef void pack_rows(const Product* p, idx first, idx end, idx pc, idx kc,
                     float* out) noexcept nogil:
-    """Panels first .. end of A's rows, k from pc to pc + kc, each panel_room(kc) after the last.
-
-    A transposed A is read row by row across all panels: one panel after the other would come back
-    to each line for every few of its floats (0.9 ns an element against 0.2).
-    """
-    cdef idx i = first*MR, room = panel_room(kc), whole = first, k, t, g
-    cdef idx vectors = (MR + VL - 1)//VL
-    cdef const float* x = p.a + (pc*p.lda if p.ta else pc)
-    if p.ta:
-        while whole < end and whole*MR + vectors*VL <= p.m:
-            whole += 1
-        for k in range(kc):
-            for t in range(whole - first):
-                prefetch(x + (k + AHEAD)*p.lda + i + t*MR)
-                for g in range(vectors - 1, -1, -1):
-                    (<vf*>(out + t*room + k*MR + g*VL))[0] = (
-                        <const vf*>(x + k*p.lda + i + t*MR + g*VL))[0]
-    for t in range(whole, end):
-        pack(x + t*MR*(1 if p.ta else p.lda), p.lda, p.ta, kc, p.m - t*MR, MR,
-             out + (t - first)*room)
+    """Panels first .. end of A's rows, k from pc to pc + kc, each panel_room(kc) after the last."""
+    cdef idx t, i
+    for t in range(first, end):
+        i = t*MR
+        pack(p.a + (pc*p.lda + i if p.ta else i*p.lda + pc), p.lda, p.ta, kc, p.m - i, MR, out)
+        out = out + panel_room(kc)
 
 
 cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc,
@@ -998,10 +1005,8 @@ cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ld
     """
     cdef vf sums[14][3]     # MR and NV are constants of the build, at most 14 and 3
     cdef float* z = c
-    cdef idx k, i, j
-    for i in range(MR):
-        for j in range(NV):
-            sums[i][j] = VZERO
+    cdef idx k
+    TILE_CLEAR(sums, MR)
     for k in range(kc//4):
         if k < MR:
             prefetch_write(z)               # a row that starts anywhere has NV + 1 lines
@@ -1013,51 +1018,44 @@ cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ld
             prefetch_l2(y + NR//2)
             prefetch_l2(y + NR - 1)
             y = y + step
-        MULTIPLY_ADD(sums, MR, a, b)
-        MULTIPLY_ADD(sums, MR, a + MR, b + NR)
-        MULTIPLY_ADD(sums, MR, a + 2*MR, b + 2*NR)
-        MULTIPLY_ADD(sums, MR, a + 3*MR, b + 3*NR)
+        TILE_ADD(sums, MR, a, b)
+        TILE_ADD(sums, MR, a + MR, b + NR)
+        TILE_ADD(sums, MR, a + 2*MR, b + 2*NR)
+        TILE_ADD(sums, MR, a + 3*MR, b + 3*NR)
         a = a + 4*MR
         b = b + 4*NR
     for k in range(kc % 4):
-        MULTIPLY_ADD(sums, MR, a, b)
+        TILE_ADD(sums, MR, a, b)
         a = a + MR
         b = b + NR
-    for i in range(MR):
-        for j in range(NV):
-            if acc:
-                (<vf*>(c + i*ldc))[j] = (<vf*>(c + i*ldc))[j] + sums[i][j]
-            else:
-                (<vf*>(c + i*ldc))[j] = sums[i][j]
+    TILE_STORE(sums, MR, c, ldc, acc)
 
 
-cdef void thin_tile(idx kc, const float* a, const float* b, float* c) noexcept nogil:
-    """The first THIN rows of register_tile, overwriting: the same sums without those nobody asks
-    for, which is what one token's product with the weights consists of."""
-    cdef vf sums[THIN][3]
-    cdef idx k, i, j
-    for i in range(THIN):
-        for j in range(NV):
-            sums[i][j] = VZERO
+cdef inline void low_tile(const int rows, idx kc, const float* a, const float* b,
+                          float* c) noexcept nogil:
+    """The first rows of register_tile, overwriting: the same sums without those nobody asks for."""
+    cdef vf sums[2*THIN][3]
+    cdef idx k
+    TILE_CLEAR(sums, rows)
     for k in range(kc):
-        MULTIPLY_ADD(sums, THIN, a, b)
+        TILE_ADD(sums, rows, a, b)
         a = a + MR
         b = b + NR
-    for i in range(THIN):
-        for j in range(NV):
-            (<vf*>(c + i*NR))[j] = sums[i][j]
+    TILE_STORE(sums, rows, c, NR, False)
 
 
 cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc,
                     idx rows, idx cols) noexcept nogil:
-    """A tile at the edge of C: computed whole beside it, of which rows x cols are kept.
+    """A tile at the edge of C: computed beside it, of which rows x cols are kept.
 
     The panels are padded with zeros; the sums that are kept are those of a tile in the middle.
     """
     cdef float whole[TILE_MAX]
     cdef idx i, j
     if rows <= THIN:
-        thin_tile(kc, a, b, whole)
+        low_tile(THIN, kc, a, b, whole)
+    elif rows <= 2*THIN and MR > 2*THIN:
+        low_tile(2*THIN, kc, a, b, whole)
     else:
         register_tile(kc, a, b, whole, NR, False, b, 0, 0)
     for i in range(rows):
@@ -1225,7 +1223,8 @@ cdef void multiply_team(const Product* p, float* room, float* own, int threads) 
 cdef void run_product(const Product* p):
     """Take scratch (for which the GIL is needed), then compute on one thread or the team."""
     cdef int threads = 1 if p.m*p.n*p.k < PARALLEL_FROM else THREADS
-    cdef bint shared = threads > 1 and p.packed == NULL and p.m > ALONE_ROWS
+    # One block packs A once a range, which only pays where B is the larger operand
+    cdef bint shared = threads > 1 and p.packed == NULL and p.m > least(ALONE_ROWS, p.n//2)
     cdef Buffer own = Buffer(threads*own_room(p)*4), room
     if threads == 1:
         with nogil:
@@ -1913,7 +1912,7 @@ cdef void flip(const float* x, idx width, float* y) noexcept nogil:
     cdef idx i, j
     for i in range(TILE//VL):
         for j in range(width//VL):
-            transpose_tile(x + i*VL*width + j*VL, width, y + j*VL*TILE + i*VL, TILE)
+            transpose_tile(x + i*VL*width + j*VL, width, VL, y + j*VL*TILE + i*VL, TILE)
 
 
 cdef void multiply(idx rows, idx cols, idx depth, const float* a, idx row, idx step,
