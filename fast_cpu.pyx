@@ -897,8 +897,8 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 # so with the panel of B in use and the next one it fits an L2 of 1 MB, and B, which comes from L3,
 # is read once a block: 64 KB in 72 thousand cycles.
 #
-# B's panels are packed by the whole team first if several blocks need them, or at once by the task
-# if it is the only block: then a panel goes from its source to L1 and no thread waits for another.
+# One operand is packed by the whole team first, the other by the task that uses it: B and blocks of
+# rows, or, where there are few rows, A and panels of columns, which go from their source to L1.
 # A weight can also come packed: `pack_b` does it once, for as long as the weight stays as it is.
 #
 # An element of C is always the sum over k in ascending order within a slice, plus the slices in
@@ -931,10 +931,11 @@ cdef struct Product:
     uint32_t site, threshold    # threshold 0: no dropout
     float keep_scale
 
-# The part of B that is at hand: panels q0 .. q1 of its columns (of each half of them, where h is
-# wanted), slices s0 .. s1 of K.
+# What is at hand, packed, of slices s0 .. s1 of K: panels q0 .. q1 of B's columns (of each half of
+# them, where h is wanted), or all of A's rows.  NULL: a task packs what it needs by itself.
 cdef struct Part:
-    const float* start      # its panels, slice by slice; NULL: a task packs what it needs
+    const float* a
+    const float* b
     idx q0, q1, s0, s1
 
 
@@ -984,10 +985,9 @@ cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
         k += 1
 
 
-cdef void pack_rows(const Product* p, idx first, idx end, idx pc, idx kc,
-                    float* out) noexcept nogil:
-    """Panels first .. end of A's rows, k from pc to pc + kc, each panel_room(kc) after the last."""
-    cdef idx t, i
+cdef void pack_rows(const Product* p, idx first, idx end, idx s, float* out) noexcept nogil:
+    """Panels first .. end of A's rows, slice s, each panel_room() after the last."""
+    cdef idx depth = slice_depth(p.k), pc = s*depth, kc = least(depth, p.k - pc), t, i
     for t in range(first, end):
         i = t*MR
         pack(p.a + (pc*p.lda + i if p.ta else i*p.lda + pc), p.lda, p.ta, kc, p.m - i, MR, out)
@@ -1093,8 +1093,8 @@ cdef inline idx halves(const Product* p) noexcept nogil:
 cdef inline float* panel(const Product* p, const Part* b, idx q, idx half, idx s) noexcept nogil:
     """Where panel q of a half, slice s, lies in b."""
     cdef idx depth = slice_depth(p.k), kc = least(depth, p.k - s*depth), columns = b.q1 - b.q0
-    return <float*>b.start + ((s - b.s0)*depth*halves(p)*columns
-                              + (half*columns + q - b.q0)*kc)*NR
+    return <float*>b.b + ((s - b.s0)*depth*halves(p)*columns
+                          + (half*columns + q - b.q0)*kc)*NR
 
 
 cdef void pack_panel(const Product* p, idx q, idx half, idx s, float* out) noexcept nogil:
@@ -1104,16 +1104,21 @@ cdef void pack_panel(const Product* p, idx q, idx half, idx s, float* out) noexc
          p.n - j, NR, out)
 
 
+cdef inline float* row_panel(const Product* p, const Part* have, idx t, idx s) noexcept nogil:
+    """Where panel t of A's rows, slice s, lies in what is at hand."""
+    cdef idx depth = slice_depth(p.k), kc = least(depth, p.k - s*depth)
+    return <float*>have.a + (s - have.s0)*parts(p.m, MR)*panel_room(depth) + t*panel_room(kc)
+
+
 cdef void multiply_panel(const Product* p, const Part* have, idx first, idx end, idx q, idx half,
-                         idx s, float* own) noexcept nogil:
-    """Panels first .. end of A, in `own` behind one of B, times panel q of a half, slice s of K."""
+                         idx s, const float* a, float* own) noexcept nogil:
+    """Panels first .. end of A's rows, lying at `a`, times panel q of a half of B, slice s of K."""
     cdef idx depth = slice_depth(p.k), pc = s*depth, kc = least(depth, p.k - pc)
     cdef idx j = q*NR + half*(p.n//2), cols = least(NR, p.n - j), rows, t, near, step = 0
-    cdef const float* a = own + KC*NR
     cdef const float* b = own
     cdef const float* y = own       # what to fetch ahead: nothing while step is 0
     cdef float* c
-    if have.start != NULL:
+    if have.b != NULL:
         b = panel(p, have, q, half, s)
         y, step = b + kc*NR, NR
     else:
@@ -1139,11 +1144,15 @@ cdef void multiply_block(const Product* p, const Part* have, idx first, idx end,
     """
     cdef idx depth = slice_depth(p.k), s, q, half
     cdef bint epilogue = p.threshold or p.residual != NULL or p.h != NULL
+    cdef const float* a = own + KC*NR
     for s in range(have.s0, have.s1):
-        pack_rows(p, first, end, s*depth, least(depth, p.k - s*depth), own + KC*NR)
+        if have.a != NULL:
+            a = row_panel(p, have, first, s)
+        else:
+            pack_rows(p, first, end, s, own + KC*NR)
         for q in range(q0, q1):
             for half in range(halves(p)):
-                multiply_panel(p, have, first, end, q, half, s, own)
+                multiply_panel(p, have, first, end, q, half, s, a, own)
             # After the last slice these columns are final: no other task writes to them
             if epilogue and (s + 1)*depth >= p.k:
                 finish(p, first*MR, least(p.m, end*MR), q*NR, least(p.n, q*NR + NR))
@@ -1152,7 +1161,7 @@ cdef void multiply_block(const Product* p, const Part* have, idx first, idx end,
 cdef inline Part whole(const Product* p) noexcept nogil:
     """All of B, packed if it came so."""
     cdef Part b
-    b.start, b.q0, b.s0, b.s1 = p.packed, 0, 0, parts(p.k, slice_depth(p.k))
+    b.a, b.b, b.q0, b.s0, b.s1 = NULL, p.packed, 0, 0, parts(p.k, slice_depth(p.k))
     b.q1 = parts(p.n//halves(p), NR)
     return b
 
@@ -1175,63 +1184,83 @@ cdef void multiply_serial(const Product* p, float* own) noexcept nogil:
         first += ALONE_ROWS//MR
 
 
-cdef void share_panel(const Product* p, const Part* b, idx t) noexcept nogil:
-    """Pack panel t of those that b has room for."""
-    cdef idx columns = b.q1 - b.q0, s = b.s0 + t//(halves(p)*columns)
-    cdef idx half = t//columns % halves(p), q = b.q0 + t % columns
-    pack_panel(p, q, half, s, panel(p, b, q, half, s))
+cdef void share_panel(const Product* p, const Part* have, idx t) noexcept nogil:
+    """Pack panel t of those that there is room for at hand, A's or B's."""
+    cdef idx columns = have.q1 - have.q0, rows = parts(p.m, MR), q, half, s
+    if have.a != NULL:
+        s, t = have.s0 + t//rows, t % rows
+        pack_rows(p, t, t + 1, s, row_panel(p, have, t, s))
+    else:
+        s, half = have.s0 + t//(halves(p)*columns), t//columns % halves(p)
+        q = have.q0 + t % columns
+        pack_panel(p, q, half, s, panel(p, have, q, half, s))
+
+
+cdef inline bint low(const Product* p) noexcept nogil:
+    """Few enough rows for A to be the operand that the team shares?"""
+    return p.m <= ALONE_ROWS
 
 
 cdef void multiply_team(const Product* p, float* room, float* own, int threads) noexcept nogil:
-    """One product on the team: for a part of B at a time, pack it if it is shared, then the blocks.
+    """One product on the team: for a part at a time, pack what is shared, then the tasks.
 
     All threads run the outer loops, with equal bounds; the loops over tasks are shared.  The
-    barrier at the end of each keeps a thread from reading a panel of B before it is packed, or
+    barrier at the end of each keeps a thread from reading a panel before it is packed, or
     overwriting it while another still reads it.
     """
-    cdef idx rows = parts(p.m, MR), each = own_room(p), columns, t, i, j
-    cdef Part b, all = whole(p)
-    # Blocks low enough for every thread to get some; where there is one, B's columns are cut, but
-    # each range packs A again, which 512 columns make up for
-    cdef idx blocks = 1 if room == NULL and p.packed == NULL else most(
-        parts(rows, BLOCK_ROWS//MR), least(rows, TASKS*threads))
-    cdef idx ranges = 1 if blocks > 1 else most(least(threads, all.q1),
-                                                least(TASKS*threads, all.q1*NR//512))
-    cdef idx wide = all.q1 if room == NULL else least(all.q1, NC//NR//halves(p))
-    # As many slices as there is room for
-    cdef idx deep = all.s1 if room == NULL else most(1, NC*KC//(wide*halves(p)*NR*slice_depth(p.k)))
+    cdef idx rows = parts(p.m, MR), each = own_room(p), depth = slice_depth(p.k), columns, t, i, j
+    cdef Part have, all = whole(p)
+    # One block and ranges of columns, or as many blocks as keep every thread busy
+    cdef idx blocks = 1 if low(p) else most(parts(rows, BLOCK_ROWS//MR), TASKS*threads)
+    cdef idx ranges = least(all.q1, TASKS*threads) if low(p) else 1
+    cdef bint share_b = not low(p) and p.packed == NULL
+    cdef idx wide = least(all.q1, NC//NR//halves(p)) if share_b else all.q1
+    # What is shared of a slice, and as many slices as there is room for
+    cdef idx slice = rows*panel_room(depth) if low(p) else wide*halves(p)*NR*depth
+    cdef idx deep = most(1, NC*KC//slice), panels
     with nogil, parallel(num_threads=threads):
-        b = all
-        b.start = p.packed if room == NULL else room
-        while b.q0 < all.q1:
-            b.q1, b.s0 = least(all.q1, b.q0 + wide), 0
-            columns = b.q1 - b.q0
-            while b.s0 < all.s1:
-                b.s1 = least(all.s1, b.s0 + deep)
-                if room != NULL:
-                    for t in prange(columns*halves(p)*(b.s1 - b.s0), schedule='dynamic'):
-                        share_panel(p, &b, t)
+        have = all
+        if low(p):
+            have.a = room
+        elif share_b:
+            have.b = room
+        while have.q0 < all.q1:
+            have.q1, have.s0 = least(all.q1, have.q0 + wide), 0
+            columns = have.q1 - have.q0
+            while have.s0 < all.s1:
+                have.s1 = least(all.s1, have.s0 + deep)
+                panels = rows if low(p) else columns*halves(p) if share_b else 0
+                for t in prange(panels*(have.s1 - have.s0), schedule='dynamic'):
+                    share_panel(p, &have, t)
                 for t in prange(blocks*ranges, schedule='dynamic'):
                     i, j = t//ranges, t % ranges
-                    multiply_block(p, &b, rows*i//blocks, rows*(i + 1)//blocks,
-                                   b.q0 + columns*j//ranges, b.q0 + columns*(j + 1)//ranges,
-                                   own + threadid()*each)
-                b.s0 = b.s1
-            b.q0 = b.q1
+                    multiply_block(p, &have, rows*i//blocks, rows*(i + 1)//blocks,
+                                   have.q0 + columns*j//ranges,
+                                   have.q0 + columns*(j + 1)//ranges, own + threadid()*each)
+                have.s0 = have.s1
+            have.q0 = have.q1
+
+
+cdef idx shared_room(const Product* p) noexcept nogil:
+    """Floats that multiply_team shares at a time, at most NC*KC or one slice of A."""
+    cdef idx depth = slice_depth(p.k), slices = parts(p.k, depth), slice
+    if low(p):
+        slice = parts(p.m, MR)*panel_room(depth)
+        return least(slices, most(1, NC*KC//slice))*slice
+    return least(NC*KC, packed_size(p.n, p.k)) if p.packed == NULL else 0
 
 
 cdef void run_product(const Product* p):
     """Take scratch (for which the GIL is needed), then compute on one thread or the team."""
     cdef int threads = 1 if p.m*p.n*p.k < PARALLEL_FROM else THREADS
-    # One block packs A once a range, which only pays where B is the larger operand
-    cdef bint shared = threads > 1 and p.packed == NULL and p.m > least(ALONE_ROWS, p.n//2)
     cdef Buffer own = Buffer(threads*own_room(p)*4), room
     if threads == 1:
         with nogil:
             multiply_serial(p, <float*>own.address)
         return
-    room = Buffer(4*least(NC*KC, packed_size(p.n, p.k))) if shared else None
-    multiply_team(p, <float*>room.address if shared else NULL, <float*>own.address, threads)
+    room = Buffer(4*shared_room(p))
+    multiply_team(p, <float*>room.address, <float*>own.address, threads)
+
 
 cdef inline idx packed_size(idx n, idx k) noexcept nogil:
     """Floats of B [k, n] as `pack_b` leaves it."""
@@ -1251,7 +1280,7 @@ def pack_b(size_t b, idx ldb, bint tb, size_t out, idx n, idx k):
     memset(&p, 0, sizeof(Product))
     p.b, p.ldb, p.tb, p.n, p.k = <const float*>b, ldb, tb, n, k
     all = whole(&p)
-    all.start = <const float*>out
+    all.b = <const float*>out
     for t in prange(all.q1*all.s1, nogil=True, schedule='dynamic', num_threads=team(n*k)):
         share_panel(&p, &all, t)
 
