@@ -62,6 +62,7 @@ cdef extern from *:
     enum { NR = NV * VL };
     typedef float vf __attribute__((vector_size(VL * 4), aligned(4), may_alias));
     typedef int vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+    typedef unsigned vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
     typedef unsigned u32a __attribute__((may_alias));
     #define VZERO ((vf){0})
     /* lane-wise a > b ? a : b (b where either is NaN) */
@@ -102,6 +103,36 @@ cdef extern from *:
     #else
     #define huge_pages(p, n) 0
     #endif
+    /* Tiles of bf16 with fp32 sums: 0 to 3 are sums, 4 and 5 rows of A, 6 and 7 columns of B */
+    #if defined(__AMX_BF16__)
+    #include <immintrin.h>
+    enum { WITH_AMX = 1 };
+    #define AMX_OPEN() do { \
+        struct { unsigned char palette, more[15]; unsigned short bytes[16]; unsigned char rows[16]; } \
+            shape = {1, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}}; \
+        _tile_loadconfig(&shape); } while (0)
+    #define AMX_CLOSE() _tile_release()
+    #define AMX_ZERO() do { \
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); } while (0)
+    #define AMX_A(p) do { _tile_loadd(4, p, 64); _tile_loadd(5, (p) + 256, 64); } while (0)
+    #define AMX_B(p) do { _tile_loadd(6, p, 64); _tile_loadd(7, (p) + 256, 64); } while (0)
+    #define AMX_ADD() do { _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); \
+        _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); } while (0)
+    #define AMX_STORE(c) do { _tile_stored(0, c, 128); _tile_stored(1, (c) + 16, 128); \
+        _tile_stored(2, (c) + 512, 128); _tile_stored(3, (c) + 528, 128); } while (0)
+    #else
+    enum { WITH_AMX = 0 };
+    #define AMX_OPEN() (void)0
+    #define AMX_CLOSE() (void)0
+    #define AMX_ZERO() (void)0
+    #define AMX_A(p) (void)(p)
+    #define AMX_B(p) (void)(p)
+    #define AMX_ADD() (void)0
+    #define AMX_STORE(c) (void)(c)
+    #endif
+    /* the upper halves of words, which are bf16; two of them in one word, x below y */
+    #define UPPER(x) ((vf)((vu)(x) & 0xffff0000u))
+    #define PAIR(x, y) ((vf)(((vu)(x) >> 16) | (vu)(y)))
     #define prefetch(p) __builtin_prefetch(p)       /* past the end it reads nothing: no fault */
     #define prefetch_write(p) __builtin_prefetch(p, 1)
     #define prefetch_l2(p) __builtin_prefetch(p, 0, 2)
@@ -129,7 +160,7 @@ cdef extern from *:
         __asm__ volatile("" ::: "memory"); } while (0)
     #define fmaf1(a, b, c) __builtin_fmaf(a, b, c)      /* one rounding, spelled out */
     """
-    enum: VL, MR, NV, NR, WITH_OPENMP
+    enum: VL, MR, NV, NR, WITH_OPENMP, WITH_AMX
     ctypedef float vf
     ctypedef int vi
     ctypedef uint32_t u32a
@@ -140,6 +171,15 @@ cdef extern from *:
     float fmaf1(float, float, float) noexcept nogil
     void transpose_tile(const float*, Py_ssize_t, Py_ssize_t, float*, Py_ssize_t) noexcept nogil
     int huge_pages(void*, size_t) noexcept nogil
+    void AMX_OPEN() noexcept nogil
+    void AMX_CLOSE() noexcept nogil
+    void AMX_ZERO() noexcept nogil
+    void AMX_A(const float*) noexcept nogil
+    void AMX_B(const float*) noexcept nogil
+    void AMX_ADD() noexcept nogil
+    void AMX_STORE(float*) noexcept nogil
+    vf UPPER(vf) noexcept nogil
+    vf PAIR(vf, vf) noexcept nogil
     void prefetch(const void*) noexcept nogil
     void TILE_CLEAR(vf (*)[3], int) noexcept nogil
     void TILE_ADD(vf (*)[3], int, const float*, const float*) noexcept nogil
@@ -908,14 +948,17 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 cdef enum:
     KC = 512                # depth of a slice
     BLOCK_ROWS = 140        # rows of a block where B's panels are shared
-    ALONE_ROWS = 560        # rows that are one block, 1.1 MB, each panel of B having one user
+    LOW_ROWS = 560          # up to so many rows A is shared, as one block: 1.1 MB a slice
     NC = 8192               # columns of B that are packed at a time: 16 MB, within L3
     TASKS = 4               # tasks a thread gets at least: one may be slowed by other processes
-    TILE_MAX = 14*32        # room for one MR x NR tile
+    TILE_MAX = 32*32        # room for one tile
     AHEAD = 8               # rows that are fetched ahead while packing
     PARALLEL_FROM = 1 << 20 # multiply-adds below which one thread is faster than a team
     THIN = 4                # rows of the low register tiles, or twice as many; 8 sums still hide
                             # the latency, and one token's products consist of these
+    SPLIT = 32              # rows and columns of a tile in parts, and k of a step
+    SPLIT_FROM = 16         # rows from which on a product is computed in parts, where there is AMX
+    SPLIT_ROOM = 48         # floats that 32 elements in three parts of 2 bytes take
 
 cdef struct Product:
     const float* a          # [m, k], or [k, m] if ta
@@ -930,24 +973,33 @@ cdef struct Product:
     uint64_t key, first_sequence
     uint32_t site, threshold    # threshold 0: no dropout
     float keep_scale
+    # What follows from these, see lay_out()
+    bint split
+    idx mr, rows            # rows of a tile, panels of A
+    idx halves, columns     # 2 if h is wanted; panels of B in each of so many halves
+    idx depth, slices       # of K: none a sliver, 520 is 2*260, not 512 + 8
+    idx a_room, b_room      # floats from one panel to the next
 
-# What is at hand, packed, of slices s0 .. s1 of K: panels q0 .. q1 of B's columns (of each half of
-# them, where h is wanted), or all of A's rows.  NULL: a task packs what it needs by itself.
+# What is at hand, packed, of slices s0 .. s1 of K: panels q0 .. q1 of B's columns (of each half), or
+# all of A's rows.  NULL: a task packs what it needs by itself.
 cdef struct Part:
     const float* a
     const float* b
     idx q0, q1, s0, s1
 
 
-cdef inline idx slice_depth(idx k) noexcept nogil:
-    """Equal slices of at most KC, so that none is a sliver: 520 is 2*260, not 512 + 8."""
-    return most(1, parts(k, most(1, parts(k, KC))))
-
-
-cdef inline idx panel_room(idx kc) noexcept nogil:
-    """Floats from one panel of A to the next: VL more than it holds, into which `pack` may spill.
-    """
-    return kc*MR + VL
+cdef void lay_out(Product* p) noexcept nogil:
+    """Fill in how the product is cut."""
+    cdef idx slices = most(1, parts(p.k, KC)), step
+    p.split = WITH_AMX and p.m >= SPLIT_FROM
+    step = SPLIT if p.split else 1
+    p.mr = SPLIT if p.split else MR
+    p.rows, p.halves = parts(p.m, p.mr), 2 if p.h != NULL else 1
+    p.columns = parts(p.n//p.halves, NR)
+    p.depth = most(1, parts(parts(p.k, slices), step)*step)
+    p.slices = parts(p.k, p.depth)
+    p.a_room = p.depth*SPLIT_ROOM if p.split else p.depth*MR + VL   # into which `pack` may spill
+    p.b_room = p.depth*SPLIT_ROOM if p.split else p.depth*NR
 
 
 cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
@@ -985,13 +1037,78 @@ cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
         k += 1
 
 
+cdef inline void split_step(const bint full, const bint across, const bint turn, const float* x,
+                            idx ld, idx kc, idx rows, float* out) noexcept nogil:
+    """One step of pack_parts, `kc` k and `rows` rows of it there, if not `full`."""
+    cdef float words[3*256]
+    cdef vf u, v, x_u, x_v
+    cdef idx t, i, s, left
+    cdef const float* y
+    cdef float* w
+    for t in range(2):
+        w = &words[0] if turn else out + 256*t
+        for i in range(16):
+            if across:
+                y, left = x + i*ld + 16*t, 16 if full else most(0, rows - 16*t)
+                prefetch(y + 32*ld)
+                prefetch(y + 48*ld)
+                u = load(y, left if full or i < kc else 0)
+                v = load(y + 16*ld, left if full or i + 16 < kc else 0)
+            else:
+                y, left = x + (16*t + i)*ld, 32 if full else kc if 16*t + i < rows else 0
+                u, v = load(y, left), load(y + 16, 16 if full else most(0, left - 16))
+            for s in range(3):
+                x_u, x_v = UPPER(u), UPPER(v)
+                (<vf*>(w + (256 if turn else 512)*s + 16*i))[0] = PAIR(x_u, x_v)
+                u, v = u - x_u, v - x_v
+        for s in range(3 if turn else 0):
+            transpose_tile(words + 256*s, 16, 16, out + (2*s + t)*256, 16)
+
+
+cdef void pack_parts(const float* x, idx ld, bint across, idx kc, idx rows, bint turn,
+                     float* out) noexcept nogil:
+    """Pack up to 32 of the matrix's remaining `rows`, in three parts, zero-padded.
+
+    A step of 32 k is, part after part, two tiles of 16 x 16 words, a word holding k and k + 16.
+    A's tiles have a row a row, B's a column a column, of words: what comes the other way is turned.
+    """
+    cdef idx k = 0
+    while k < kc:
+        if rows < 32 or kc - k < 32:
+            split_step(False, across, turn, x, ld, kc - k, rows, out)
+        elif across and turn:
+            split_step(True, True, True, x, ld, 32, 32, out)
+        elif across:
+            split_step(True, True, False, x, ld, 32, 32, out)
+        elif turn:
+            split_step(True, False, True, x, ld, 32, 32, out)
+        else:
+            split_step(True, False, False, x, ld, 32, 32, out)
+        x, out, k = x + (32*ld if across else 32), out + 6*256, k + 32
+
+
 cdef void pack_rows(const Product* p, idx first, idx end, idx s, float* out) noexcept nogil:
-    """Panels first .. end of A's rows, slice s, each panel_room() after the last."""
-    cdef idx depth = slice_depth(p.k), pc = s*depth, kc = least(depth, p.k - pc), t, i
+    """Panels first .. end of A's rows, slice s, each a_room after the last."""
+    cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), t, i
+    cdef const float* x
     for t in range(first, end):
-        i = t*MR
-        pack(p.a + (pc*p.lda + i if p.ta else i*p.lda + pc), p.lda, p.ta, kc, p.m - i, MR, out)
-        out = out + panel_room(kc)
+        i = t*p.mr
+        x = p.a + (pc*p.lda + i if p.ta else i*p.lda + pc)
+        if p.split:
+            pack_parts(x, p.lda, p.ta, kc, p.m - i, p.ta, out)
+        else:
+            pack(x, p.lda, p.ta, kc, p.m - i, MR, out)
+        out = out + p.a_room
+
+
+cdef void pack_panel(const Product* p, idx q, idx half, idx s, float* out) noexcept nogil:
+    """Panel q of the columns of a half of B, slice s."""
+    cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), j = q*NR + half*(p.n//2)
+    cdef const float* x = p.b + (j*p.ldb + pc if p.tb else pc*p.ldb + j)
+    if p.split:
+        pack_parts(x, p.ldb, not p.tb, kc, p.n - j, p.tb, out)
+    else:
+        pack(x, p.ldb, not p.tb, kc, p.n - j, NR, out)
 
 
 cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc,
@@ -1044,6 +1161,14 @@ cdef inline void low_tile(const int rows, idx kc, const float* a, const float* b
     TILE_STORE(sums, rows, c, NR, False)
 
 
+cdef void merge(const float* tile, float* c, idx ldc, bint acc, idx rows, idx cols) noexcept nogil:
+    """C[rows, cols] (+)= the upper left part of a tile that was computed beside it."""
+    cdef idx i, j
+    for i in range(rows):
+        for j in range(cols):
+            c[i*ldc + j] = tile[i*NR + j] + (c[i*ldc + j] if acc else <float>0.0)
+
+
 cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc,
                     idx rows, idx cols) noexcept nogil:
     """A tile at the edge of C: computed beside it, of which rows x cols are kept.
@@ -1051,16 +1176,54 @@ cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, b
     The panels are padded with zeros; the sums that are kept are those of a tile in the middle.
     """
     cdef float whole[TILE_MAX]
-    cdef idx i, j
     if rows <= THIN:
         low_tile(THIN, kc, a, b, whole)
     elif rows <= 2*THIN and MR > 2*THIN:
         low_tile(2*THIN, kc, a, b, whole)
     else:
         register_tile(kc, a, b, whole, NR, False, b, 0, 0)
-    for i in range(rows):
-        for j in range(cols):
-            c[i*ldc + j] = whole[i*NR + j] + (c[i*ldc + j] if acc else <float>0.0)
+    merge(whole, c, ldc, acc, rows, cols)
+
+
+cdef void split_tile(idx steps, const float* a, const float* b, float* c, idx ldc, bint acc,
+                     idx rows, idx cols, const float* y, idx step, idx count) noexcept nogil:
+    """The tile in parts: C[rows, cols] (+)= one panel of A times one of B, both of 32 a step.
+
+    The six products of a step go from the smallest to the largest, in an order that loads a pair
+    of tiles anew only 7 times.  Fetched on the way as in register_tile.
+    """
+    cdef float tile[TILE_MAX]
+    cdef float* z = c
+    cdef idx k, i, each = parts(SPLIT, steps)
+    AMX_ZERO()
+    for k in range(steps):
+        for i in range(each if acc else 0):
+            prefetch_write(z)
+            prefetch_write(z + NR//2)
+            prefetch_write(z + NR - 1)
+            z = z + ldc
+        for i in range(count):
+            prefetch_l2(y)
+            prefetch_l2(y + NR//2)
+            prefetch_l2(y + NR - 1)
+            y = y + step
+        AMX_A(a)
+        AMX_B(b + 4*256)
+        AMX_ADD()                       # a1 b3
+        AMX_B(b + 2*256)
+        AMX_ADD()                       # a1 b2
+        AMX_A(a + 2*256)
+        AMX_ADD()                       # a2 b2
+        AMX_B(b)
+        AMX_ADD()                       # a2 b1
+        AMX_A(a + 4*256)
+        AMX_ADD()                       # a3 b1
+        AMX_A(a)
+        AMX_ADD()                       # a1 b1
+        a = a + 6*256
+        b = b + 6*256
+    AMX_STORE(tile)
+    merge(tile, c, ldc, acc, rows, cols)
 
 
 cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogil:
@@ -1085,55 +1248,45 @@ cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogi
             swiglu_row(c + j0, c + p.n//2 + j0, p.h + i*(p.n//2) + j0, j1 - j0)
 
 
-cdef inline idx halves(const Product* p) noexcept nogil:
-    """2 where C has a left half and a right one, of which h is made."""
-    return 2 if p.h != NULL else 1
+cdef inline float* panel_at(const Product* p, const Part* have, idx q, idx half,
+                            idx s) noexcept nogil:
+    """Where panel q of a half of B's columns, slice s, lies in what is at hand."""
+    cdef idx columns = have.q1 - have.q0
+    return <float*>have.b + (((s - have.s0)*p.halves + half)*columns + q - have.q0)*p.b_room
 
 
-cdef inline float* panel(const Product* p, const Part* b, idx q, idx half, idx s) noexcept nogil:
-    """Where panel q of a half, slice s, lies in b."""
-    cdef idx depth = slice_depth(p.k), kc = least(depth, p.k - s*depth), columns = b.q1 - b.q0
-    return <float*>b.b + ((s - b.s0)*depth*halves(p)*columns
-                          + (half*columns + q - b.q0)*kc)*NR
-
-
-cdef void pack_panel(const Product* p, idx q, idx half, idx s, float* out) noexcept nogil:
-    """Panel q of the columns of a half of B, slice s."""
-    cdef idx depth = slice_depth(p.k), pc = s*depth, j = q*NR + half*(p.n//2)
-    pack(p.b + (j*p.ldb + pc if p.tb else pc*p.ldb + j), p.ldb, not p.tb, least(depth, p.k - pc),
-         p.n - j, NR, out)
-
-
-cdef inline float* row_panel(const Product* p, const Part* have, idx t, idx s) noexcept nogil:
+cdef inline float* rows_at(const Product* p, const Part* have, idx t, idx s) noexcept nogil:
     """Where panel t of A's rows, slice s, lies in what is at hand."""
-    cdef idx depth = slice_depth(p.k), kc = least(depth, p.k - s*depth)
-    return <float*>have.a + (s - have.s0)*parts(p.m, MR)*panel_room(depth) + t*panel_room(kc)
+    return <float*>have.a + ((s - have.s0)*p.rows + t)*p.a_room
 
 
 cdef void multiply_panel(const Product* p, const Part* have, idx first, idx end, idx q, idx half,
                          idx s, const float* a, float* own) noexcept nogil:
     """Panels first .. end of A's rows, lying at `a`, times panel q of a half of B, slice s of K."""
-    cdef idx depth = slice_depth(p.k), pc = s*depth, kc = least(depth, p.k - pc)
-    cdef idx j = q*NR + half*(p.n//2), cols = least(NR, p.n - j), rows, t, near, step = 0
+    cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), count = end - first
+    cdef idx j = q*NR + half*(p.n//2), cols = least(NR, p.n - j), rows, t, ahead = kc, step = 0
     cdef const float* b = own
-    cdef const float* y = own       # what to fetch ahead: nothing while step is 0
+    cdef const float* y = own       # what to fetch ahead, in rows of NR: nothing while step is 0
     cdef float* c
+    cdef bint acc = p.acc or s > 0
     if have.b != NULL:
-        b = panel(p, have, q, half, s)
-        y, step = b + kc*NR, NR
+        b = panel_at(p, have, q, half, s)
+        y, step, ahead = b + p.b_room, NR, p.b_room//NR
     else:
         pack_panel(p, q, half, s, own)
         if not p.tb:
             y, step = p.b + pc*p.ldb + j + NR, p.ldb
-    for t in range(first, end):
-        rows, c = least(MR, p.m - t*MR), p.c + t*MR*p.ldc + j
-        near = kc*(t - first)//(end - first)        # the next panel is fetched a part a tile
-        if rows == MR and cols == NR:
-            register_tile(kc, a, b, c, p.ldc, p.acc or s > 0, y + near*step, step,
-                          kc//(end - first) + 1 if step else 0)
+    ahead = parts(ahead, count) if step else 0      # the next panel is fetched a part a tile
+    for t in range(count):
+        rows, c = least(p.mr, p.m - (first + t)*p.mr), p.c + (first + t)*p.mr*p.ldc + j
+        if p.split:
+            split_tile(parts(kc, SPLIT), a, b, c, p.ldc, acc, rows, cols, y, step,
+                       parts(ahead*SPLIT, kc))
+        elif rows == MR and cols == NR:
+            register_tile(kc, a, b, c, p.ldc, acc, y, step, ahead)
         else:
-            edge_tile(kc, a, b, c, p.ldc, p.acc or s > 0, rows, cols)
-        a = a + panel_room(kc)
+            edge_tile(kc, a, b, c, p.ldc, acc, rows, cols)
+        a, y = a + p.a_room, y + ahead*step
 
 
 cdef void multiply_block(const Product* p, const Part* have, idx first, idx end, idx q0, idx q1,
@@ -1142,146 +1295,161 @@ cdef void multiply_block(const Product* p, const Part* have, idx first, idx end,
 
     `own` is the thread's: one panel of B, then A's, which are in that core's L2 from then on.
     """
-    cdef idx depth = slice_depth(p.k), s, q, half
+    cdef idx s, q, half
     cdef bint epilogue = p.threshold or p.residual != NULL or p.h != NULL
-    cdef const float* a = own + KC*NR
+    cdef const float* a = own + p.b_room
+    if p.split:
+        AMX_OPEN()
     for s in range(have.s0, have.s1):
         if have.a != NULL:
-            a = row_panel(p, have, first, s)
+            a = rows_at(p, have, first, s)
         else:
-            pack_rows(p, first, end, s, own + KC*NR)
+            pack_rows(p, first, end, s, own + p.b_room)
         for q in range(q0, q1):
-            for half in range(halves(p)):
+            for half in range(p.halves):
                 multiply_panel(p, have, first, end, q, half, s, a, own)
             # After the last slice these columns are final: no other task writes to them
-            if epilogue and (s + 1)*depth >= p.k:
-                finish(p, first*MR, least(p.m, end*MR), q*NR, least(p.n, q*NR + NR))
+            if epilogue and s + 1 == p.slices:
+                finish(p, first*p.mr, least(p.m, end*p.mr), q*NR, least(p.n, q*NR + NR))
+    if p.split:
+        AMX_CLOSE()
 
 
 cdef inline Part whole(const Product* p) noexcept nogil:
-    """All of B, packed if it came so."""
-    cdef Part b
-    b.a, b.b, b.q0, b.s0, b.s1 = NULL, p.packed, 0, 0, parts(p.k, slice_depth(p.k))
-    b.q1 = parts(p.n//halves(p), NR)
-    return b
+    """All of the product, B packed if it came so."""
+    cdef Part all
+    all.a, all.b, all.q0, all.q1, all.s0, all.s1 = NULL, p.packed, 0, p.columns, 0, p.slices
+    return all
+
+
+cdef inline idx low_panels(const Product* p) noexcept nogil:
+    """Panels of A up to which A is one block: LOW_ROWS, and as many bytes in parts."""
+    return LOW_ROWS*2//3//SPLIT if p.split else LOW_ROWS//MR
 
 
 cdef idx own_room(const Product* p) noexcept nogil:
     """Floats of scratch a thread needs: a panel of B and the tallest block of A's."""
-    return KC*NR + least(parts(p.m, MR), ALONE_ROWS//MR)*panel_room(least(KC, p.k))
+    return p.b_room + least(p.rows, low_panels(p))*p.a_room
 
 
 cdef void multiply_serial(const Product* p, float* own) noexcept nogil:
     """One product on the calling thread; its sums are those of multiply_team."""
-    cdef idx rows = parts(p.m, MR), first = 0, i
-    cdef Part b = whole(p)
+    cdef idx first = 0, i
+    cdef Part all = whole(p)
     if p.k == 0:                        # an empty sum
         for i in range(0 if p.acc else p.m):
             memset(p.c + i*p.ldc, 0, p.n*sizeof(float))
-        finish(p, 0, p.m, 0, p.n//halves(p))
-    while first < rows:
-        multiply_block(p, &b, first, least(rows, first + ALONE_ROWS//MR), 0, b.q1, own)
-        first += ALONE_ROWS//MR
+        finish(p, 0, p.m, 0, p.n//p.halves)
+    while first < p.rows:
+        multiply_block(p, &all, first, least(p.rows, first + low_panels(p)), 0, p.columns, own)
+        first += low_panels(p)
 
 
 cdef void share_panel(const Product* p, const Part* have, idx t) noexcept nogil:
     """Pack panel t of those that there is room for at hand, A's or B's."""
-    cdef idx columns = have.q1 - have.q0, rows = parts(p.m, MR), q, half, s
+    cdef idx columns = have.q1 - have.q0, q, half, s
     if have.a != NULL:
-        s, t = have.s0 + t//rows, t % rows
-        pack_rows(p, t, t + 1, s, row_panel(p, have, t, s))
+        s, t = have.s0 + t//p.rows, t % p.rows
+        pack_rows(p, t, t + 1, s, rows_at(p, have, t, s))
     else:
-        s, half = have.s0 + t//(halves(p)*columns), t//columns % halves(p)
-        q = have.q0 + t % columns
-        pack_panel(p, q, half, s, panel(p, have, q, half, s))
+        s, half, q = have.s0 + t//columns//p.halves, t//columns % p.halves, have.q0 + t % columns
+        pack_panel(p, q, half, s, panel_at(p, have, q, half, s))
 
 
-cdef inline bint low(const Product* p) noexcept nogil:
-    """Few enough rows for A to be the operand that the team shares?"""
-    return p.m <= ALONE_ROWS
+# How the team shares a product, all from its shape and the number of threads.
+cdef struct Plan:
+    bint a, b               # the operand that is packed by the team, if any
+    idx wide, deep          # columns (in panels) and slices at a time
+    idx blocks, ranges      # tasks: of A's rows, of B's columns
+    idx room                # floats that are shared
 
 
-cdef void multiply_team(const Product* p, float* room, float* own, int threads) noexcept nogil:
+cdef Plan share(const Product* p, int threads) noexcept nogil:
+    """One block and ranges of columns where rows are few, else blocks enough for every thread."""
+    cdef Plan plan
+    cdef idx slice
+    plan.a = p.rows <= low_panels(p)
+    plan.b = not plan.a and p.packed == NULL
+    plan.wide = least(p.columns, NC//NR//p.halves) if plan.b else p.columns
+    slice = p.rows*p.a_room if plan.a else plan.wide*p.halves*p.b_room
+    plan.deep = least(p.slices, most(1, NC*KC//slice)) if plan.a or plan.b else p.slices
+    plan.room = plan.deep*slice if plan.a or plan.b else 0
+    plan.ranges = least(p.columns, TASKS*threads) if plan.a else 1
+    plan.blocks = 1 if plan.a else least(p.rows, most(parts(p.rows*p.mr, BLOCK_ROWS),
+                                                      TASKS*threads))
+    return plan
+
+
+cdef void multiply_team(const Product* p, const Plan* plan, float* room, float* own,
+                        int threads) noexcept nogil:
     """One product on the team: for a part at a time, pack what is shared, then the tasks.
 
     All threads run the outer loops, with equal bounds; the loops over tasks are shared.  The
     barrier at the end of each keeps a thread from reading a panel before it is packed, or
     overwriting it while another still reads it.
     """
-    cdef idx rows = parts(p.m, MR), each = own_room(p), depth = slice_depth(p.k), columns, t, i, j
+    cdef idx each = own_room(p), columns, shared, t, i, j
     cdef Part have, all = whole(p)
-    # One block and ranges of columns, or as many blocks as keep every thread busy
-    cdef idx blocks = 1 if low(p) else most(parts(rows, BLOCK_ROWS//MR), TASKS*threads)
-    cdef idx ranges = least(all.q1, TASKS*threads) if low(p) else 1
-    cdef bint share_b = not low(p) and p.packed == NULL
-    cdef idx wide = least(all.q1, NC//NR//halves(p)) if share_b else all.q1
-    # What is shared of a slice, and as many slices as there is room for
-    cdef idx slice = rows*panel_room(depth) if low(p) else wide*halves(p)*NR*depth
-    cdef idx deep = most(1, NC*KC//slice), panels
     with nogil, parallel(num_threads=threads):
         have = all
-        if low(p):
+        if plan.a:
             have.a = room
-        elif share_b:
+        elif plan.b:
             have.b = room
         while have.q0 < all.q1:
-            have.q1, have.s0 = least(all.q1, have.q0 + wide), 0
+            have.q1, have.s0 = least(all.q1, have.q0 + plan.wide), 0
             columns = have.q1 - have.q0
+            shared = p.rows if plan.a else columns*p.halves if plan.b else 0
             while have.s0 < all.s1:
-                have.s1 = least(all.s1, have.s0 + deep)
-                panels = rows if low(p) else columns*halves(p) if share_b else 0
-                for t in prange(panels*(have.s1 - have.s0), schedule='dynamic'):
+                have.s1 = least(all.s1, have.s0 + plan.deep)
+                for t in prange(shared*(have.s1 - have.s0), schedule='dynamic'):
                     share_panel(p, &have, t)
-                for t in prange(blocks*ranges, schedule='dynamic'):
-                    i, j = t//ranges, t % ranges
-                    multiply_block(p, &have, rows*i//blocks, rows*(i + 1)//blocks,
-                                   have.q0 + columns*j//ranges,
-                                   have.q0 + columns*(j + 1)//ranges, own + threadid()*each)
+                for t in prange(plan.blocks*plan.ranges, schedule='dynamic'):
+                    i, j = t//plan.ranges, t % plan.ranges
+                    multiply_block(p, &have, p.rows*i//plan.blocks, p.rows*(i + 1)//plan.blocks,
+                                   have.q0 + columns*j//plan.ranges,
+                                   have.q0 + columns*(j + 1)//plan.ranges, own + threadid()*each)
                 have.s0 = have.s1
             have.q0 = have.q1
 
 
-cdef idx shared_room(const Product* p) noexcept nogil:
-    """Floats that multiply_team shares at a time, at most NC*KC or one slice of A."""
-    cdef idx depth = slice_depth(p.k), slices = parts(p.k, depth), slice
-    if low(p):
-        slice = parts(p.m, MR)*panel_room(depth)
-        return least(slices, most(1, NC*KC//slice))*slice
-    return least(NC*KC, packed_size(p.n, p.k)) if p.packed == NULL else 0
-
-
-cdef void run_product(const Product* p):
+cdef void run_product(Product* p):
     """Take scratch (for which the GIL is needed), then compute on one thread or the team."""
     cdef int threads = 1 if p.m*p.n*p.k < PARALLEL_FROM else THREADS
-    cdef Buffer own = Buffer(threads*own_room(p)*4), room
+    cdef Buffer own, room
+    cdef Plan plan
+    lay_out(p)
+    own = Buffer(threads*own_room(p)*4)
     if threads == 1:
         with nogil:
             multiply_serial(p, <float*>own.address)
         return
-    room = Buffer(4*shared_room(p))
-    multiply_team(p, <float*>room.address, <float*>own.address, threads)
-
-
-cdef inline idx packed_size(idx n, idx k) noexcept nogil:
-    """Floats of B [k, n] as `pack_b` leaves it."""
-    return parts(n, NR)*NR*k
+    plan = share(p, threads)
+    room = Buffer(4*plan.room)
+    multiply_team(p, &plan, <float*>room.address, <float*>own.address, threads)
 
 
 def pack_room(idx n, idx k):
     """Bytes that `pack_b` writes."""
-    return packed_size(n, k)*sizeof(float)
+    cdef Product p
+    memset(&p, 0, sizeof(Product))
+    p.m, p.n, p.k = SPLIT_FROM, n, k
+    lay_out(&p)
+    return p.slices*p.columns*p.b_room*sizeof(float)
 
 
 def pack_b(size_t b, idx ldb, bint tb, size_t out, idx n, idx k):
-    """Pack op(B) [k, n], [n, k] if tb, for products that take it as `packed`, with h or without."""
+    """Pack op(B) [k, n], [n, k] if tb, for products of 16 rows and more that take it as `packed`.
+    """
     cdef Product p
     cdef Part all
     cdef idx t
     memset(&p, 0, sizeof(Product))
-    p.b, p.ldb, p.tb, p.n, p.k = <const float*>b, ldb, tb, n, k
+    p.b, p.ldb, p.tb, p.m, p.n, p.k = <const float*>b, ldb, tb, SPLIT_FROM, n, k
+    lay_out(&p)
     all = whole(&p)
     all.b = <const float*>out
-    for t in prange(all.q1*all.s1, nogil=True, schedule='dynamic', num_threads=team(n*k)):
+    for t in prange(p.columns*p.slices, nogil=True, schedule='dynamic', num_threads=team(n*k)):
         share_panel(&p, &all, t)
 
 
@@ -1298,7 +1466,8 @@ def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx l
     p.a, p.b, p.c = <const float*>a, <const float*>b, <float*>c
     p.lda, p.ldb, p.ldc, p.m, p.n, p.k = lda, ldb, ldc, m, n, k
     p.ta, p.tb, p.acc = ta, tb, acc
-    p.packed, p.residual, p.seq = <const float*>packed, <const float*>residual, seq
+    p.packed = <const float*>packed if m >= SPLIT_FROM else NULL
+    p.residual, p.seq = <const float*>residual, seq
     p.key, p.first_sequence, p.site = key, first_sequence, site
     p.threshold, p.keep_scale = threshold, <float>keep_scale
     p.h = <float*>h if n % (2*NR) == 0 else NULL        # halves of whole panels, or in a pass apart
@@ -1322,6 +1491,7 @@ def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c,
     memset(&p, 0, sizeof(Product))
     p.lda, p.ldb, p.ldc, p.m, p.n, p.k = lda, ldb, ldc, m, n, k
     p.ta, p.tb, p.acc = ta, tb, acc
+    lay_out(&p)
     each = own_room(&p)
     cdef Buffer scratch = Buffer(threads*each*4)
     for i in prange(batch, nogil=True, num_threads=threads, schedule='dynamic'):
