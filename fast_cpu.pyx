@@ -108,7 +108,7 @@ cdef extern from *:
     #include <immintrin.h>
     enum { WITH_AMX = 1 };
     #define AMX_OPEN() do { \
-        struct { unsigned char palette, more[15]; unsigned short bytes[16]; unsigned char rows[16]; } \
+        struct { unsigned char palette, no[15]; unsigned short bytes[16]; unsigned char rows[16]; } \
             shape = {1, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}}; \
         _tile_loadconfig(&shape); } while (0)
     #define AMX_CLOSE() _tile_release()
@@ -213,8 +213,10 @@ def get_threads():
 
 
 def info():
-    """What this build is: vector lanes, register tile, whether OpenMP is in."""
-    return {"lanes": VL, "tile": (MR, NR), "openmp": bool(WITH_OPENMP)}
+    """What this build is: vector lanes, register tile, whether OpenMP is in, and from how many rows
+    on products are computed in parts (0: never)."""
+    return {"lanes": VL, "tile": (MR, NR), "openmp": bool(WITH_OPENMP),
+            "parts_from": SPLIT_FROM if WITH_AMX else 0}
 
 
 cdef inline int team(idx elements) noexcept nogil:
@@ -980,8 +982,8 @@ cdef struct Product:
     idx depth, slices       # of K: none a sliver, 520 is 2*260, not 512 + 8
     idx a_room, b_room      # floats from one panel to the next
 
-# What is at hand, packed, of slices s0 .. s1 of K: panels q0 .. q1 of B's columns (of each half), or
-# all of A's rows.  NULL: a task packs what it needs by itself.
+# What is at hand, packed, of slices s0 .. s1 of K: panels q0 .. q1 of B's columns (of each half),
+# or all of A's rows.  NULL: a task packs what it needs by itself.
 cdef struct Part:
     const float* a
     const float* b

@@ -19,6 +19,7 @@ line in test_all.py.  README.md does it once, step by step.
 """
 import array
 import ctypes
+import functools
 import importlib.machinery
 import importlib.util
 import inspect
@@ -158,13 +159,15 @@ class Storage:
     Every write from outside, or by an optimizer, raises the version: what is derived from a tensor
     (packed weights, bf16 mirrors) remembers which version it was made from.
     """
-    __slots__ = ("buffer", "address", "device", "version")
+    # packs: None, or for weights what products keep of them (see packed_weight)
+    __slots__ = ("buffer", "address", "device", "version", "packs")
 
     def __init__(self, nbytes, device):
         if device != "cpu":
             raise ValueError(f"device {device!r}: this build of xtrain computes on 'cpu'")
         self.buffer = core.Buffer(nbytes)
         self.address, self.device, self.version = self.buffer.address, device, 0
+        self.packs = None
 
 
 class Tensor:
@@ -203,9 +206,10 @@ class Tensor:
 
     def view(self, shape, strides=None, offset=None):
         """Another view of this storage; by default contiguous and from the same start."""
+        shape = tuple(shape)
         strides = contiguous_strides(shape) if strides is None else strides
         offset = self.offset if offset is None else offset
-        return Tensor(self.storage, tuple(shape), strides, offset, self.dtype)
+        return Tensor(self.storage, shape, strides, offset, self.dtype)
 
     def detach(self):
         """The same elements, off the tape."""
@@ -219,9 +223,8 @@ class Tensor:
     def array(self):
         """A NumPy array that shares this tensor's memory (bf16 as its bits, uint16)."""
         dtype = DTYPES[self.dtype]
-        flat = np.frombuffer(self.storage.buffer, dtype)
-        return np.lib.stride_tricks.as_strided(flat[self.offset:], self.shape,
-                                               [s*dtype.itemsize for s in self.strides])
+        return np.ndarray(self.shape, dtype, self.storage.buffer, self.offset*dtype.itemsize,
+                          [s*dtype.itemsize for s in self.strides])
 
     def numpy(self):
         """A NumPy copy; bf16 comes as float32."""
@@ -256,6 +259,7 @@ class Tensor:
     __array_ufunc__ = None          # NumPy number or array on the left: ours is the operator
 
 
+@functools.lru_cache(maxsize=4096)      # a step asks 500 times for a handful of shapes
 def contiguous_strides(shape):
     """Row-major strides in elements: (2, 3, 4) -> (12, 4, 1)."""
     strides, step = [], 1
@@ -318,13 +322,20 @@ class Row:
         self.name, self.doc, self.signature = cpu.__name__, cpu.__doc__, inspect.signature(cpu)
         self.cpu, self.cuda, self.dtypes, self.bench = cpu, None, dtypes, bench
         self.names, self.__doc__ = tuple(self.signature.parameters), cpu.__doc__
+        self.wants = [FIXED.get(name, dtypes) for name in self.names]
 
     def __call__(self, *args, **kwargs):
-        for name, value in (*zip(self.names, args), *kwargs.items()):
+        for value, wants in zip(args, self.wants):
+            if isinstance(value, Tensor) and value.dtype not in wants:
+                self.refuse(value, wants)
+        for name, value in kwargs.items():
             if isinstance(value, Tensor) and value.dtype not in FIXED.get(name, self.dtypes):
-                raise TypeError(f"{self.name}: {name} wants {FIXED.get(name, self.dtypes)[0]}, "
-                                f"got {value.dtype} {value.shape}")
+                self.refuse(value, FIXED.get(name, self.dtypes))
         return self.cpu(*args, **kwargs)
+
+    def refuse(self, value, wants):
+        """A tensor of another dtype than the row computes with."""
+        raise TypeError(f"{self.name}: wants {wants[0]}, got {value.dtype} {value.shape}")
 
 
 TABLE = {}
@@ -588,7 +599,7 @@ def matmul(a, b, out=None, acc=False):
     need(a.ndim >= 2 and b.ndim >= 2 and a.shape[-1] == b.shape[-2], "matmul",
          "wants [..., m, k] and [..., k, n], got", a, b)
     try:
-        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        batch = () if a.ndim == b.ndim == 2 else np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
         raise ValueError(f"matmul: batch axes do not broadcast: {a.shape} and {b.shape}") from None
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
@@ -596,12 +607,33 @@ def matmul(a, b, out=None, acc=False):
     need(out.shape == (*batch, m, n), "matmul", f"the result is {(*batch, m, n)}, `out` has", out)
     (a, lda, ta), (b, ldb, tb), ldc = operand(a), operand(b), out.strides[-2] if m > 1 else n
     if math.prod(batch) == 1:
-        core.gemm(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc)
+        core.gemm(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc,
+                  packed_weight(b, ldb, tb, m, n, k))
     else:
         at = np.stack([starts(t, batch) for t in (a, b, out)], 1)
         core.gemm_batch(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc, len(at),
                         at.ctypes.data)
     return out
+
+
+def packed_weight(b, ldb, tb, m, n, k):
+    """Address of op(b) [k, n] packed for products, if b is a weight that is used again; else 0.
+
+    A first use packs as it goes.  The second use of a version shows that there are several
+    (micro-steps, recompute, chunks of the head, evaluation): from then on the panels are kept until
+    the version changes, at the cost of their memory.  No bit depends on it.
+    """
+    packs = b.storage.packs
+    if packs is None or m < 16:
+        return 0
+    key, version = (b.offset, ldb, tb, n, k), b.version
+    if key not in packs or packs[key][0] != version:
+        packs[key] = version, None
+        return 0
+    if packs[key][1] is None:
+        packs[key] = version, core.Buffer(core.pack_room(n, k))
+        core.pack_b(b.ptr, ldb, tb, packs[key][1].address, n, k)
+    return packs[key][1].address
 
 
 @row(lambda: (sample(4096, 1000), ids(4096)))
@@ -731,12 +763,19 @@ def linear(x, w, residual=None, dropout=None):
     out = empty((*x.shape[:-1], w.shape[0]), "f32", x.device)
     need(residual is None or residual.shape == out.shape, "linear", "product and residual differ",
          out, residual)
-    (w, ldw, tw), x = operand(w), packed(x)
     residual, how = None if residual is None else packed(residual), dropout or NO_DROPOUT
-    core.gemm(x.ptr, x.shape[-1], False, w.ptr, ldw, not tw, out.ptr, w.shape[0], flat2(x).shape[0],
-              w.shape[0], x.shape[-1], False, 0, 0, address(residual), how.threshold, how.seed,
-              how.first_sequence, how.site, x.shape[-2] if x.ndim > 1 else 1, how.keep_scale)
+    product(x, w, out, 0, address(residual), how.threshold, how.seed, how.first_sequence, how.site,
+            x.shape[-2] if x.ndim > 1 else 1, how.keep_scale)
     return out
+
+
+def product(x, w, out, *epilogue):
+    """out = x w^T by the core, with what its gemm takes from `h` on."""
+    (w, ldw, tw), x = operand(w), packed(x)
+    n, k = w.shape
+    m = x.size//k if k else flat2(x).shape[0]
+    core.gemm(x.ptr, k, False, w.ptr, ldw, not tw, out.ptr, n, m, n, k, False,
+              packed_weight(w, ldw, not tw, m, n, k), *epilogue)
 
 
 @row(lambda: (sample(8, 512, 512), Dropout(0.1, 1, 0, 0)))
@@ -862,9 +901,9 @@ def gate_up_swiglu(x, w):
     """
     need(w.ndim == 2 and w.shape[0] % 2 == 0 and x.shape[-1] == w.shape[1], "gate_up_swiglu",
          "wants [..., in] and [2*ffn, in], got", x, w)
-    gu = linear(x, w)
+    gu = empty((*x.shape[:-1], w.shape[0]), "f32", x.device)
     h = empty((*x.shape[:-1], w.shape[0]//2), "f32", x.device)
-    core.swiglu(gu.ptr, h.ptr, gu.size//w.shape[0], w.shape[0]//2)
+    product(x, w, gu, h.ptr)
     return h, gu
 
 

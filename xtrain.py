@@ -154,7 +154,7 @@ class Matrix(typing.NamedTuple):
 
 def layout(c):
     """{physical name: Matrix} in arena order: embedding, head | layer matrices | norms."""
-    vocab, ffn = round_up(c.vocab_size), round_up(c.ffn)
+    vocab, ffn = round_up(c.vocab_size), round_up(c.ffn, 32)
     q, kv = c.heads*c.head_dim, c.kv_heads*c.head_dim
     one = lambda name, physical, logical: Matrix(physical, {name: (0, logical)})
     matrices = {"embed": one("model.embed_tokens.weight", (vocab, c.dim), (c.vocab_size, c.dim))}
@@ -186,6 +186,7 @@ class Flat:
 
     def __init__(self, size, device):
         self.weights, self._grads = T.zeros((size,), device=device), None
+        self.weights.storage.packs = {}         # products may keep packed copies of weights
 
     @property
     def grads(self):
@@ -204,7 +205,9 @@ class Parameter(Tensor):
 
     @property
     def grad(self):
-        return self.flat.grads.view(self.shape, self.strides, self.offset)
+        if self._grad is None:
+            self._grad = self.flat.grads.view(self.shape, self.strides, self.offset)
+        return self._grad
 
 
 class Arena:
