@@ -18,6 +18,8 @@ Adding an operation: a kernel in fast_cpu.pyx, a row here, a forward + backward 
 line in test_all.py.  README.md does it once, step by step.
 """
 import array
+import atexit
+import builtins
 import ctypes
 import functools
 import importlib.machinery
@@ -25,6 +27,7 @@ import importlib.util
 import inspect
 import math
 import os
+import sys
 import sysconfig
 import time
 import typing
@@ -106,11 +109,16 @@ def cgroup_cores():
     return math.inf
 
 
+def affinity(process=0):
+    """Logical processors that a process (0: this one) may run on."""
+    ask = getattr(os, "sched_getaffinity", lambda pid: set(range(os.cpu_count() or 1)))
+    return ask(process)
+
+
 def physical_cores():
     """Physical cores that this process may use: hyper-threads would only share their FMA units."""
-    mine = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))
     siblings = set()
-    for cpu in mine(0):
+    for cpu in affinity():
         try:
             with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as f:
                 siblings.add(f.read())
@@ -119,15 +127,28 @@ def physical_cores():
     return max(1, int(min(len(siblings), cgroup_cores())))
 
 
+def ranks_beside():
+    """How many processes of one job share this one's cores, by what their launcher has told them.
+
+    A launcher that has bound each to cores of its own may itself run on more than they do.
+    """
+    sizes = (os.environ.get(name, "") for name in (
+        "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE"))
+    ranks = max(int(size) if size.isdigit() else 1 for size in sizes)
+    return 1 if ranks > 1 and affinity(os.getppid()) > affinity() else max(1, ranks)
+
+
 ISA, core = load_core()
 pool_stats, pool_trim = core.pool_stats, core.pool_trim
 threads = core.get_threads
 
 
 def set_threads(n=None):
-    """Use n threads; by default OMP_NUM_THREADS, or every physical core.  No result changes."""
+    """Use n threads; by default OMP_NUM_THREADS, or every physical core, shared with the other
+    ranks of a job on this machine.  No result changes."""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    core.set_threads(n or (int(asked) if asked.isdigit() and int(asked) else physical_cores()))
+    mine = max(1, physical_cores()//ranks_beside())
+    core.set_threads(n or (int(asked) if asked.isdigit() and int(asked) else mine))
 
 
 def peak_flops(rounds=100_000, repeats=5):
@@ -138,6 +159,18 @@ def peak_flops(rounds=100_000, repeats=5):
     def once():
         start = time.perf_counter()
         return core.multiply_adds(rounds)/(time.perf_counter() - start)
+    return max(once() for _ in range(repeats))
+
+
+def bandwidth(elements=1 << 24, repeats=5):
+    """Bytes a second that a read and a write of large arrays move on all threads (64 MB each)."""
+    x, y = core.Buffer(4*elements), core.Buffer(4*elements)
+    core.fill(x.address, 1.0, elements)
+
+    def once():
+        start = time.perf_counter()
+        core.scale(1.0, x.address, y.address, elements)
+        return 8*elements/(time.perf_counter() - start)
     return max(once() for _ in range(repeats))
 
 
@@ -318,7 +351,8 @@ FIXED = {"tokens": ("i64",), "targets": ("i64",), "order": ("i64",), "blocks": (
 class Row:
     """One operation: a call checks dtypes and runs the implementation of the tensors' device."""
 
-    def __init__(self, cpu, dtypes, bench):
+    def __init__(self, cpu, dtypes, bench, flops):
+        self.flops = flops
         self.name, self.doc, self.signature = cpu.__name__, cpu.__doc__, inspect.signature(cpu)
         self.cpu, self.cuda, self.dtypes, self.bench = cpu, None, dtypes, bench
         self.names, self.__doc__ = tuple(self.signature.parameters), cpu.__doc__
@@ -331,7 +365,7 @@ class Row:
         for name, value in kwargs.items():
             if isinstance(value, Tensor) and value.dtype not in FIXED.get(name, self.dtypes):
                 self.refuse(value, FIXED.get(name, self.dtypes))
-        return self.cpu(*args, **kwargs)
+        return timed(self, args, kwargs) if DEBUG else self.cpu(*args, **kwargs)
 
     def refuse(self, value, wants):
         """A tensor of another dtype than the row computes with."""
@@ -341,12 +375,73 @@ class Row:
 TABLE = {}
 
 
-def row(bench, dtypes=("f32",)):
-    """Decorator: enter a function into the table; bench() returns arguments of a typical size."""
+def row(bench, dtypes=("f32",), flops=None):
+    """Decorator: enter a function into the table; bench() returns arguments of a typical size.
+
+    flops(*args) counts the multiply-adds, times two, of a call, where it is products that cost.
+    """
     def enter(cpu):
-        TABLE[cpu.__name__] = Row(cpu, dtypes, bench)
+        TABLE[cpu.__name__] = Row(cpu, dtypes, bench, flops)
         return TABLE[cpu.__name__]
     return enter
+
+
+# XTRAIN_DEBUG=2 prints a line for each row and shapes when the program ends, XTRAIN_DEBUG=1 one for
+# each row.  Bytes are those of a call's tensors, in and out, once each; the limit is the larger of
+# FLOPs over peak_flops() and bytes over bandwidth(), so what stays in a cache can exceed 100 %.
+DEBUG = int(os.environ.get("XTRAIN_DEBUG") or 0)
+
+
+class Spent:
+    """Calls, seconds (without those of rows inside), FLOPs and bytes of one line."""
+
+    def __init__(self):
+        self.calls, self.seconds, self.flops, self.bytes = 0, 0.0, 0, 0
+
+
+SPENT, inside = {}, [0.0]           # lines by (name, shapes); seconds of the rows inside each open
+
+
+def timed(row, args, kwargs):
+    """A call of a row, on record."""
+    inside.append(0.0)
+    start = time.perf_counter()
+    out = row.cpu(*args, **kwargs)
+    seconds = time.perf_counter() - start
+    own = seconds - inside.pop()
+    inside[-1] += seconds
+    tensors = [t for t in (*args, *kwargs.values(), *(out if isinstance(out, tuple) else (out,)))
+               if isinstance(t, Tensor)]
+    shapes = " ".join("x".join(map(str, t.shape)) for t in args if isinstance(t, Tensor))
+    line = SPENT.setdefault((row.name, shapes if DEBUG > 1 else ""), Spent())
+    line.calls, line.seconds = line.calls + 1, line.seconds + own
+    line.flops += row.flops(*args) if row.flops else 0
+    line.bytes += builtins.sum({t.ptr: t.size*DTYPES[t.dtype].itemsize for t in tensors}.values())
+    return out
+
+
+def report():
+    """Print what was recorded, the most expensive first, against the limits measured now."""
+    peak, stream = peak_flops(), bandwidth()
+    print(f"xtrain: {sum_of('calls')} calls, {sum_of('seconds'):.3f} s; limits {peak/1e9:.0f} "
+          f"GFLOP/s, {stream/1e9:.1f} GB/s on {threads()} threads ({ISA})\n"
+          f"{'operation':24}{'calls':>7}{'ms':>10}{'%':>6}{'GFLOP/s':>9}{'GB/s':>7}{'limit':>7}"
+          "  shapes", file=sys.stderr)
+    for (name, shapes), s in sorted(SPENT.items(), key=lambda item: -item[1].seconds):
+        seconds = max(s.seconds, 1e-9)
+        limit = max(s.flops/peak, s.bytes/stream)/seconds
+        print(f"{name:24}{s.calls:7}{1e3*seconds:10.2f}{100*seconds/sum_of('seconds'):6.1f}"
+              f"{s.flops/seconds/1e9:9.1f}{s.bytes/seconds/1e9:7.1f}{limit:7.0%}  {shapes}",
+              file=sys.stderr)
+
+
+def sum_of(field):
+    """The total of a field over all lines."""
+    return builtins.sum(getattr(s, field) for s in SPENT.values())
+
+
+if DEBUG:
+    atexit.register(report)
 
 
 def sample(*shape):
@@ -589,7 +684,8 @@ def sum_outer(steps):
     return at
 
 
-@row(lambda: (sample(1024, 1024), sample(1024, 1024)))
+@row(lambda: (sample(1024, 1024), sample(1024, 1024)),
+     flops=lambda a, b, *_: 2*max(a.size*b.shape[-1], b.size*a.shape[-2]))
 def matmul(a, b, out=None, acc=False):
     """a [..., m, k] @ b [..., k, n] -> [..., m, n]; batch axes broadcast.
 
@@ -750,7 +846,8 @@ class Dropout(typing.NamedTuple):
 NO_DROPOUT = Dropout(0.0, 0, 0, 0)
 
 
-@row(lambda: (sample(8, 512, 512), sample(512, 512), sample(8, 512, 512), Dropout(0.1, 1, 0, 0)))
+@row(lambda: (sample(8, 512, 512), sample(512, 512), sample(8, 512, 512), Dropout(0.1, 1, 0, 0)),
+     flops=lambda x, w, *_: 2*x.size*w.shape[0])
 def linear(x, w, residual=None, dropout=None):
     """residual + dropout(x w^T): x [..., in], w [out, in], residual [..., out] -> [..., out].
 
@@ -863,7 +960,8 @@ def lanes(t):
     return t if t.strides[-1] == 1 else copy(t)
 
 
-@row(lambda: (sample(8, 512, 8, 64), sample(8, 512, 4, 64), sample(8, 512, 4, 64), 0.125))
+@row(lambda: (sample(8, 512, 8, 64), sample(8, 512, 4, 64), sample(8, 512, 4, 64), 0.125),
+     flops=lambda q, k, *_: 4*q.size*(k.shape[1] - q.shape[1]//2))
 def attention(q, k, v, scale):
     """Causal softmax(scale q k^T) v in tiles (FlashAttention-2; Dao, 2023).
 
@@ -880,7 +978,8 @@ def attention(q, k, v, scale):
     return out, lse
 
 
-@row(lambda: (sample(2, 512, 4, 64),)*5 + (sample(2, 4, 512), 0.125) + (zeros((2, 512, 4, 64)),)*3)
+@row(lambda: (sample(2, 512, 4, 64),)*5 + (sample(2, 4, 512), 0.125) + (zeros((2, 512, 4, 64)),)*3,
+     flops=lambda do, q, k, *_: 10*q.size*(k.shape[1] - q.shape[1]//2))
 def attention_backward(do, q, k, v, o, lse, scale, dq, dk, dv):
     """dq, dk, dv := the gradients, with the weights computed again from L, tile by tile.
 
@@ -893,7 +992,7 @@ def attention_backward(do, q, k, v, o, lse, scale, dq, dk, dv):
     return dq, dk, dv
 
 
-@row(lambda: (sample(4096, 512), sample(2*1365, 512)))
+@row(lambda: (sample(4096, 512), sample(2*1365, 512)), flops=lambda x, w: 2*x.size*w.shape[0])
 def gate_up_swiglu(x, w):
     """silu(x gate^T) * (x up^T) for w [2*ffn, in] = gate rows, then up rows (Shazeer, 2020).
 
