@@ -132,6 +132,8 @@ cdef extern from *:
     #define AMX_ADD() (void)0
     #define AMX_STORE(c, ld) (void)(c)
     #endif
+    /* x, or 0 in lanes where y < low; a NaN in y keeps x */
+    #define WHERE_NOT_BELOW(x, y, low) ((vf)((vi)(x) & ~((y) < (low))))
     /* the upper halves of words, which are bf16; two of them in one word, x below y */
     #define UPPER(x) ((vf)((vu)(x) & 0xffff0000u))
     #define PAIR(x, y) ((vf)(((vu)(x) >> 16) | (vu)(y)))
@@ -180,6 +182,7 @@ cdef extern from *:
     void AMX_B(const float*) noexcept nogil
     void AMX_ADD() noexcept nogil
     void AMX_STORE(float*, Py_ssize_t) noexcept nogil
+    vf WHERE_NOT_BELOW(vf, vf, vf) noexcept nogil
     vf UPPER(vf) noexcept nogil
     vf PAIR(vf, vf) noexcept nogil
     void prefetch(const void*) noexcept nogil
@@ -429,6 +432,27 @@ cdef inline float fexp(float x) noexcept nogil:
     half = k >> 1
     p = p*i2f((half + 127) << 23)*i2f((k - half + 127) << 23)
     return <float>0.0 if x < low else p
+
+
+cdef inline vf weight_exp(vf x) noexcept nogil:
+    """fexp of VL lanes that are at most 0 (or NaN), as for the weights of a softmax.
+
+    There one factor 2^n does, and the sums beside it stay in registers.
+    """
+    cdef vf low = VZERO + <float>-87.336
+    cdef vf c = vmax(low, x)
+    cdef vf t = c*<float>1.44269504088896341 + <float>12582912.0
+    cdef vf n = t - <float>12582912.0
+    cdef vf r = c - n*<float>0.693359375
+    cdef vf p
+    r = r - n*<float>-2.12194440e-4
+    p = r*<float>1.9875691500e-4 + <float>1.3981999507e-3
+    p = p*r + <float>8.3334519073e-3
+    p = p*r + <float>4.1665795894e-2
+    p = p*r + <float>1.6666665459e-1
+    p = p*r + <float>5.0000001201e-1
+    p = p*(r*r) + r + <float>1.0
+    return WHERE_NOT_BELOW(p*(<vf>((<vi>t - 0x4b3fff81) << 23)), x, low)     # 1.5*2^23's bits - 127
 
 
 cdef inline float sigmoid(float x) noexcept nogil:
@@ -2135,11 +2159,17 @@ cdef void stage(const float* x, idx ld, idx rows, idx cols, float alpha, float* 
     for i in range(rows):
         for j in range((cols + 15)//16):        # hardware does not prefetch rows a page apart
             prefetch(x + (i + 8)*ld + 16*j)
-        for j in range(cols):
-            y[i*width + j] = x[i*ld + j]*alpha
-        for j in range(cols, width):
-            y[i*width + j] = 0
+        for j in range(width//VL):
+            store(y + i*width + j*VL, load(x + i*ld + j*VL, most(0, cols - j*VL))*alpha, VL)
     memset(y + rows*width, 0, (height - rows)*width*sizeof(float))
+
+
+cdef inline void scale_row(const float* x, float factor, float* y, idx n) noexcept nogil:
+    """y = factor x, rows as short as a head; y may be x."""
+    cdef idx j = 0
+    while j < n:
+        store(y + j, load(x + j, n - j)*factor, n - j)
+        j += VL
 
 
 cdef void flip(const float* x, idx width, float* y) noexcept nogil:
@@ -2217,46 +2247,41 @@ cdef void hide(float* s, float value, idx lane, idx keys, idx shift) noexcept no
             s[key*TILE + j] = value
 
 
-cdef inline void column_max(const float* s, idx keys, const float* start,
-                            float* top) noexcept nogil:
-    """top[lane] = max of start[lane] and the scores below s (skips a NaN: the weights show it)."""
-    cdef vf a = (<const vf*>start)[0], b = (<const vf*>start)[1]
-    cdef idx key
-    for key in range(keys):
-        a = vmax((<const vf*>(s + key*TILE))[0], a)
-        b = vmax((<const vf*>(s + key*TILE))[1], b)
-    (<vf*>top)[0] = a
-    (<vf*>top)[1] = b
-
-
 cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, idx keys,
                        idx shift) noexcept nogil:
     """Scores to weights exp(s - m), in place; m and l, the maximum and the sum so far, move on.
 
     fade = exp(old m - m) is what all that was summed before shrinks by:
     m = max(old m, max s),  l = old l * fade + sum exp(s - m).  The sum runs over keys in order.
+    The maximum skips a NaN: the weights show it.
     """
-    cdef float top[AL]              # local copies, which the compiler knows not to overlap with s
-    cdef float sums[AL]
-    cdef float e
-    cdef float* x
+    cdef vf top[2]
+    cdef vf sums[2]
+    cdef vf e
+    cdef vf* x
     cdef idx lane = 0, count, key, j
     while lane < queries:
         count = seen(lane, keys, shift)
         hide(s, -INFINITY, lane, count, shift)
-        column_max(s + lane, count, m + lane, top)
-        for j in range(AL):
-            e = fexp(m[lane + j] - top[j])
-            fade[lane + j] = e
-            sums[j] = l[lane + j]*e
-            m[lane + j] = top[j]
+        for j in range(2):
+            top[j] = (<const vf*>(m + lane))[j]
         for key in range(count):
-            x = s + key*TILE + lane
-            for j in range(AL):
-                e = fexp(x[j] - top[j])
+            x = <vf*>(s + key*TILE + lane)
+            for j in range(2):
+                top[j] = vmax(x[j], top[j])
+        for j in range(2):
+            e = weight_exp((<const vf*>(m + lane))[j] - top[j])
+            sums[j] = (<const vf*>(l + lane))[j]*e
+            (<vf*>(fade + lane))[j] = e
+            (<vf*>(m + lane))[j] = top[j]
+        for key in range(count):
+            x = <vf*>(s + key*TILE + lane)
+            for j in range(2):
+                e = weight_exp(x[j] - top[j])
                 x[j] = e
-                sums[j] += e
-        memcpy(l + lane, sums, sizeof(sums))
+                sums[j] = sums[j] + e
+        for j in range(2):
+            (<vf*>(l + lane))[j] = sums[j]
         hide(s, 0, lane, keys, shift)           # never scored, but read by a register tile of o
         lane += AL
 
@@ -2287,16 +2312,13 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, const float* k,
         softmax_tile(s, m, l, fade, queries, keys, shift)
         for i in range(queries):
             if fade[i] != 1:                    # the later the keys, the rarer a new maximum
-                for j in range(wide):
-                    o[i*wide + j] *= fade[i]
+                scale_row(o + i*wide, fade[i], o + i*wide, wide)
         multiply(queries, wide, keys, s, 1, TILE, v + k0*wide, wide, o, wide, True, -FAR, shift)
         k0 += KEYS
     # One division a row at the very end; a query that saw nothing has l = 0: L = -inf and o = 0
     for i in range(queries):
         a.lse[(b*a.heads + h)*a.sq + q0 + i] = m[i] + logf(l[i])
-        l[i] = 0 if l[i] == 0 else 1/l[i]
-        for j in range(a.dim):
-            at(&a.o, b, q0 + i, h)[j] = o[i*wide + j]*l[i]
+        scale_row(o + i*wide, 0 if l[i] == 0 else 1/l[i], at(&a.o, b, q0 + i, h), a.dim)
 
 
 cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, float* room) noexcept nogil:
@@ -2404,19 +2426,21 @@ cdef void gradient_tile(float* p, float* ds, const float* lse, const float* delt
 
     p and ds are [KEYS, TILE], a lane a query; lse and delta are [TILE].
     """
-    cdef float total[AL]            # local copies, as in softmax_tile
-    cdef float mean[AL]
-    cdef float* x
-    cdef float* y
+    cdef vf total[2]
+    cdef vf mean[2]
+    cdef vf e
+    cdef vf* x
+    cdef vf* y
     cdef idx lane = 0, key, j
     while lane < queries:
-        memcpy(total, lse + lane, sizeof(total))
-        memcpy(mean, delta + lane, sizeof(mean))
+        for j in range(2):
+            total[j], mean[j] = (<const vf*>(lse + lane))[j], (<const vf*>(delta + lane))[j]
         for key in range(seen(lane, keys, shift)):
-            x, y = p + key*TILE + lane, ds + key*TILE + lane
-            for j in range(AL):
-                x[j] = fexp(x[j] - total[j])
-                y[j] = x[j]*(y[j] - mean[j])
+            x, y = <vf*>(p + key*TILE + lane), <vf*>(ds + key*TILE + lane)
+            for j in range(2):
+                e = weight_exp(x[j] - total[j])
+                x[j] = e
+                y[j] = e*(y[j] - mean[j])
         hide(p, 0, lane, keys, shift)           # set, not multiplied: exp may have overflowed there
         hide(ds, 0, lane, keys, shift)
         lane += AL
@@ -2458,8 +2482,7 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, const float* k
         multiply(queries, wide, keys, ds, 1, TILE, k + k0*wide, wide, dq, wide, True, -FAR, shift)
         k0 += KEYS
     for i in range(queries):
-        for j in range(a.dim):
-            at(&a.dq, b, q0 + i, h)[j] = dq[i*wide + j]*a.scale
+        scale_row(dq + i*wide, a.scale, at(&a.dq, b, q0 + i, h), a.dim)
 
 
 cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept nogil:
@@ -2482,8 +2505,8 @@ cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept 
             backward_tile(a, b, h, q0, k, v, dk, dv, room + 4*size)
             q0 += TILE
     for i in range(a.sk):
-        memcpy(at(&a.dk, b, i, g), dk + i*a.wide, a.dim*sizeof(float))
-        memcpy(at(&a.dv, b, i, g), dv + i*a.wide, a.dim*sizeof(float))
+        scale_row(dk + i*a.wide, 1, at(&a.dk, b, i, g), a.dim)
+        scale_row(dv + i*a.wide, 1, at(&a.dv, b, i, g), a.dim)
 
 
 def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dy, size_t dq,
