@@ -218,10 +218,10 @@ def get_threads():
 
 
 def info():
-    """What this build is: vector lanes, register tile, whether OpenMP is in, and from how many rows
-    on products are computed in parts (0: never)."""
-    return {"lanes": VL, "tile": (MR, NR), "openmp": bool(WITH_OPENMP),
-            "parts_from": SPLIT_FROM if WITH_AMX else 0}
+    """What this build is: vector lanes, register tile, whether OpenMP and AMX are in; the rows from
+    which on a product's sums are those of panels, whatever their number."""
+    return {"lanes": VL, "tile": (MR, NR), "openmp": bool(WITH_OPENMP), "amx": bool(WITH_AMX),
+            "panels_from": SPLIT_FROM}
 
 
 cdef inline int team(idx elements) noexcept nogil:
@@ -975,8 +975,7 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 # whole; the other six, each exact, are added up in fp32: as accurate as a chain of multiply-adds
 # (rms 0.6e-7 of the largest entry at k = 512; the chain's is 1.2e-7), in 6/16 of the time.
 # Source: the splitting is Henry, Tang and Heinecke's ("Leveraging the bfloat16 AI datatype", 2019).
-# An infinite entry gives NaN instead of an infinity; what lies below 2^-126 counts as 0.  Products
-# of fewer than SPLIT_FROM rows, bound by memory, keep to multiply-adds.
+# An infinite entry gives NaN instead of an infinity; what lies below 2^-126 counts as 0.
 #
 # An element of C is always the sum over k in one order within a slice, plus the slices in order:
 # neither the number of threads nor the position in a tile enters, so the bits are those of one
@@ -994,7 +993,8 @@ cdef enum:
     THIN = 4                # rows of the low register tiles, or twice as many; 8 sums still hide
                             # the latency, and one token's products consist of these
     SPLIT = 32              # rows and columns of a tile in parts, and k of a step
-    SPLIT_FROM = 16         # rows from which on a product is computed in parts, where there is AMX
+    SPLIT_FROM = 16         # rows from which on a product is one of panels: fewer are bound by
+                            # reading B; and, where there is AMX, is computed in parts
     SPLIT_ROOM = 48         # floats that 32 elements in three parts of 2 bytes take
 
 cdef struct Product:
@@ -1473,12 +1473,74 @@ cdef void multiply_team(const Product* p, const Plan* plan, float* room, float* 
             have.q0 = have.q1
 
 
+cdef inline void dots(const int rows, const int cols, const float* a, idx lda, const float* b,
+                      idx ldb, idx k, float* c, idx ldc, bint acc) noexcept nogil:
+    """C[rows, cols] (+)= rows of A times rows of B, VL sums each over k in ascending steps of VL."""
+    cdef vf sums[4][4]
+    cdef vf w[4]
+    cdef vf x
+    cdef idx t, i, j, left
+    for i in range(rows):
+        for j in range(cols):
+            sums[i][j] = VZERO
+    for t in range(k//VL):
+        for j in range(cols):
+            w[j] = (<const vf*>(b + j*ldb))[t]
+        for i in range(rows):
+            x = (<const vf*>(a + i*lda))[t]
+            for j in range(cols):
+                sums[i][j] = sums[i][j] + x*w[j]
+    t, left = k//VL*VL, k % VL
+    for i in range(rows):
+        x = load(a + i*lda + t, left)
+        for j in range(cols):
+            c[i*ldc + j] = lane_sum(sums[i][j] + x*load(b + j*ldb + t, left)) + (
+                c[i*ldc + j] if acc else <float>0.0)
+
+
+cdef void few_rows(const Product* p, idx j0, idx j1) noexcept nogil:
+    """Columns j0 .. j1 of a product of few rows with a transposed B, which is read once, in place.
+
+    Four rows of B at a time: as many streams as hardware follows with ease; they are in L1 when
+    A's next four rows come.
+    """
+    cdef idx i, j = j0, rows
+    cdef float* c
+    cdef const float* a
+    cdef const float* b
+    while j < j1:
+        b = p.b + j*p.ldb
+        for i in range(0, p.m, 4):
+            a, c, rows = p.a + i*p.lda, p.c + i*p.ldc + j, least(4, p.m - i)
+            if j + 4 > j1:
+                while rows > 0:         # an edge: element by element
+                    dots(1, 1, a, p.lda, b, p.ldb, p.k, c, p.ldc, p.acc)
+                    a, c, rows = a + p.lda, c + p.ldc, rows - 1
+            elif rows == 4:
+                dots(4, 4, a, p.lda, b, p.ldb, p.k, c, p.ldc, p.acc)
+            elif rows == 3:
+                dots(3, 4, a, p.lda, b, p.ldb, p.k, c, p.ldc, p.acc)
+            elif rows == 2:
+                dots(2, 4, a, p.lda, b, p.ldb, p.k, c, p.ldc, p.acc)
+            else:
+                dots(1, 4, a, p.lda, b, p.ldb, p.k, c, p.ldc, p.acc)
+        j += 1 if j + 4 > j1 else 4
+    finish(p, 0, p.m, j0, j1)
+
+
 cdef void run_product(Product* p):
     """Take scratch (for which the GIL is needed), then compute on one thread or the team."""
     cdef int threads = 1 if p.m*p.n*p.k < PARALLEL_FROM else THREADS
+    cdef idx t, step
     cdef Buffer own, room
     cdef Plan plan
     lay_out(p)
+    if p.m < SPLIT_FROM and p.tb and not p.ta:
+        step = most(4, parts(p.n, 4*TASKS*threads)*4)       # columns of a task
+        for t in prange(parts(p.n, step), nogil=True, schedule='dynamic',
+                        num_threads=1 if p.n*p.k < SERIAL_BELOW else THREADS):
+            few_rows(p, t*step, least(p.n, t*step + step))
+        return
     own = Buffer(threads*own_room(p)*4)
     if threads == 1:
         with nogil:
@@ -1530,7 +1592,8 @@ def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx l
     p.residual, p.seq = <const float*>residual, seq
     p.key, p.first_sequence, p.site = key, first_sequence, site
     p.threshold, p.keep_scale = threshold, <float>keep_scale
-    p.h = <float*>h if n % (2*NR) == 0 else NULL        # halves of whole panels, or in a pass apart
+    # halves of whole panels, or in a pass apart
+    p.h = <float*>h if n % (2*NR) == 0 and m >= SPLIT_FROM else NULL
     run_product(&p)
     if h and p.h == NULL:
         swiglu(c, h, m, n//2)
