@@ -108,7 +108,7 @@ cdef extern from *:
     #include <immintrin.h>
     enum { WITH_AMX = 1 };
     #define AMX_OPEN() do { \
-        struct { unsigned char palette, no[15]; unsigned short bytes[16]; unsigned char rows[16]; } \
+        struct { unsigned char palette, no[15]; unsigned short bytes[16]; unsigned char row[16]; } \
             shape = {1, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}}; \
         _tile_loadconfig(&shape); } while (0)
     #define AMX_CLOSE() _tile_release()
@@ -149,19 +149,10 @@ cdef extern from *:
         vf row_[NV]; for (int j = 0; j < NV; j++) row_[j] = ((const vf*)(b))[j]; \
         for (int i = 0; i < rows; i++) for (int j = 0; j < NV; j++) \
             sums[i][j] += (a)[i] * row_[j]; \
-        __asm__ volatile("" ::: "memory"); } while (0)
+        __asm__ volatile("" ::: "memory"); } while (0)  /* or loads are hoisted, and sums spilled */
     #define TILE_STORE(sums, rows, c, ldc, acc) do { \
         if (acc) { EACH(rows) ((vf*)((c) + i*(ldc)))[j] += sums[i][j]; } \
         else { EACH(rows) ((vf*)((c) + i*(ldc)))[j] = sums[i][j]; } } while (0)
-    #define prefetch(p) __builtin_prefetch(p)       /* past the end it reads nothing: no fault */
-    #define prefetch_write(p) __builtin_prefetch(p, 1)
-    #define prefetch_l2(p) __builtin_prefetch(p, 0, 2)
-    /* sums[rows][NV] += column of A times row of B; a macro: gcc spills sums that go to a function */
-    #define TILE_ADD(sums, rows, a, b) do { \
-        vf row_[NV]; for (int j = 0; j < NV; j++) row_[j] = ((const vf*)(b))[j]; \
-        for (int i = 0; i < rows; i++) for (int j = 0; j < NV; j++) \
-            sums[i][j] += (a)[i] * row_[j]; \
-        __asm__ volatile("" ::: "memory"); } while (0)
     #define fmaf1(a, b, c) __builtin_fmaf(a, b, c)      /* one rounding, spelled out */
     """
     enum: VL, MR, NV, NR, WITH_OPENMP, WITH_AMX
@@ -969,8 +960,9 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 # rows, or, where there are few rows, A and panels of columns, which go from their source to L1.
 # A weight can also come packed: `pack_b` does it once, for as long as the weight stays as it is.
 #
-# In parts.  AMX multiplies bf16 16 times as fast as fp32 is multiplied elsewhere, and an fp32 is the
-# exact sum of three bf16, its mantissa's bits 1-8, 9-16 and 17-24 (cut off, so all have its sign).
+# In parts.  AMX multiplies bf16 16 times as fast as fp32 is multiplied elsewhere, and an fp32 is
+# the exact sum of three bf16, its mantissa's bits 1-8, 9-16 and 17-24 (cut off, so all have its
+# sign).
 # Of the nine products of a1 + a2 + a3 with b1 + b2 + b3 the three smallest are below 2^-23 of the
 # whole; the other six, each exact, are added up in fp32: as accurate as a chain of multiply-adds
 # (rms 0.6e-7 of the largest entry at k = 512; the chain's is 1.2e-7), in 6/16 of the time.
@@ -995,6 +987,7 @@ cdef enum:
     SPLIT = 32              # rows and columns of a tile in parts, and k of a step
     SPLIT_FROM = 16         # rows from which on a product is one of panels: fewer are bound by
                             # reading B; and, where there is AMX, is computed in parts
+    SPLIT_COLUMNS = 256     # columns that pay for packing parts, 0.2 ns an element of A more
     SPLIT_ROOM = 48         # floats that 32 elements in three parts of 2 bytes take
 
 cdef struct Product:
@@ -1028,7 +1021,7 @@ cdef struct Part:
 cdef void lay_out(Product* p) noexcept nogil:
     """Fill in how the product is cut."""
     cdef idx slices = most(1, parts(p.k, KC)), step
-    p.split = WITH_AMX and p.m >= SPLIT_FROM
+    p.split = WITH_AMX and p.m >= SPLIT_FROM and p.n >= SPLIT_COLUMNS
     step = SPLIT if p.split else 1
     p.mr = SPLIT if p.split else MR
     p.rows, p.halves = parts(p.m, p.mr), 2 if p.h != NULL else 1
@@ -1425,10 +1418,10 @@ cdef struct Plan:
 
 
 cdef Plan share(const Product* p, int threads) noexcept nogil:
-    """One block and ranges of columns where rows are few, else blocks enough for every thread."""
+    """One block and ranges of columns where B is much larger, else blocks for every thread."""
     cdef Plan plan
     cdef idx slice
-    plan.a = p.rows <= low_panels(p)
+    plan.a = p.rows <= low_panels(p) and p.n >= 2*p.m
     plan.b = not plan.a and p.packed == NULL
     plan.wide = least(p.columns, NC//NR//p.halves) if plan.b else p.columns
     slice = p.rows*p.a_room if plan.a else plan.wide*p.halves*p.b_room
@@ -1475,7 +1468,7 @@ cdef void multiply_team(const Product* p, const Plan* plan, float* room, float* 
 
 cdef inline void dots(const int rows, const int cols, const float* a, idx lda, const float* b,
                       idx ldb, idx k, float* c, idx ldc, bint acc) noexcept nogil:
-    """C[rows, cols] (+)= rows of A times rows of B, VL sums each over k in ascending steps of VL."""
+    """C[rows, cols] (+)= rows of A times rows of B, VL sums each, k in ascending steps of VL."""
     cdef vf sums[4][4]
     cdef vf w[4]
     cdef vf x
@@ -1749,21 +1742,34 @@ def sum_rows(size_t x, size_t y, idx rows, idx cols):
 
 
 cdef double exp_row(const float* x, float* y, idx n, float top) noexcept nogil:
-    """y = exp(x - top) unless y is NULL; returns the sum, in double from PIECE to PIECE.
+    """y = exp(x - top) unless y is NULL, top the row's maximum; returns the sum.
 
-    A piece is summed while it is in L1; in double, a long row (a vocabulary) loses nothing more.
+    In double from PIECE to PIECE: a long row (a vocabulary) loses nothing more.
     """
-    cdef float room[PIECE]
-    cdef float* e
+    cdef vf sums[4]
+    cdef vf e, part
     cdef double total = 0
-    cdef idx i, j = 0, count
-    while j < n:
-        count = least(PIECE, n - j)
-        e = &room[0] if y == NULL else y + j
-        for i in range(count):
-            e[i] = fexp(x[j + i] - top)
-        total += row_sum(e, NULL, NULL, count)
-        j += count
+    cdef idx i = 0, end, k
+    while i < n:
+        end = least(n, i + PIECE)
+        for k in range(4):
+            sums[k] = VZERO
+        while i + 4*VL <= end:
+            for k in range(4):
+                e = weight_exp((<const vf*>(x + i))[k] - top)
+                sums[k] = sums[k] + e
+                if y != NULL:
+                    (<vf*>(y + i))[k] = e
+            i += 4*VL
+        while i < end:
+            e, part = weight_exp(load(x + i, end - i) - top), VZERO
+            memcpy(&part, &e, least(VL, end - i)*sizeof(float))     # no lanes past the end
+            sums[0] = sums[0] + part
+            if y != NULL:
+                store(y + i, e, end - i)
+            i += VL
+        i = end
+        total += lane_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))
     return total
 
 

@@ -1033,7 +1033,9 @@ def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
     need(vocab <= w.shape[0], "head_loss", f"a vocabulary of {vocab} needs more rows than", w)
     x, w, targets = packed(x), packed(w), packed(targets)
     (rows, dim), padded = x.shape, w.shape[0]
-    step, write = min(rows, max(128, CHUNK_ELEMENTS//padded)), dx is not None or dw is not None
+    chunks = max(1, -(-rows//max(128, CHUNK_ELEMENTS//padded)))
+    step = min(rows, -(-rows//chunks//32)*32)           # chunks of equal size, in whole tiles
+    write = dx is not None or dw is not None
     losses, logits = empty((rows,), "f64", x.device), empty((step, padded), "f32", x.device)
     cut = lambda t, start, n: t.view((n, dim), offset=t.offset + start*dim)
     for start in range(0, rows, step):
