@@ -145,10 +145,22 @@ cdef extern from *:
     #define EACH(rows) _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) \
         _Pragma("GCC unroll 3") for (int j = 0; j < NV; j++)
     #define TILE_CLEAR(sums, rows) do { EACH(rows) sums[i][j] = VZERO; } while (0)
+    /* AVX-512 can broadcast within a multiply-add: an instruction less a row, but a load more.  Done
+       for 4 rows of 14 a tile is 4 % faster, and 11 % beside a busy hyper-thread.  x - 0 is x. */
+    #if defined(__AVX512F__)
+    #define WITHIN(i) ((i) * 2 / 7 != ((i) + 1) * 2 / 7)
+    #define ADD_WITHIN(s, x, row) \
+        __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(s) : "v"(row), "m"(x))
+    #define ADD(s, x, row) __asm__("vfmadd231ps %2, %1, %0" : "+v"(s) : "v"(row), "v"(x))
+    #else
+    #define WITHIN(i) 0
+    #define ADD_WITHIN(s, x, row) s += (x) * row
+    #define ADD(s, x, row) s += x * row
+    #endif
     #define TILE_ADD(sums, rows, a, b) do { \
-        vf row_[NV]; for (int j = 0; j < NV; j++) row_[j] = ((const vf*)(b))[j]; \
-        for (int i = 0; i < rows; i++) for (int j = 0; j < NV; j++) \
-            sums[i][j] += (a)[i] * row_[j]; \
+        vf row_[NV], x_; EACH(1) row_[j] = ((const vf*)(b))[j]; \
+        EACH(rows) { if (WITHIN(i)) ADD_WITHIN(sums[i][j], (a)[i], row_[j]); \
+                     else { x_ = (a)[i] - VZERO; ADD(sums[i][j], x_, row_[j]); } } \
         __asm__ volatile("" ::: "memory"); } while (0)  /* or loads are hoisted, and sums spilled */
     #define TILE_STORE(sums, rows, c, ldc, acc) do { \
         if (acc) { EACH(rows) ((vf*)((c) + i*(ldc)))[j] += sums[i][j]; } \

@@ -715,6 +715,23 @@ def test_row(name):
 
 
 @pytest.mark.smoke
+def check_product(rng, m, n, k):
+    """One product with random transpositions, written or added, into rows that are wider."""
+    flip_a, flip_b, acc = rng.integers(0, 2, 3).astype(bool)
+    a = rng.standard_normal((k, m) if flip_a else (m, k)).astype(np.float32)
+    b = rng.standard_normal((n, k) if flip_b else (k, n)).astype(np.float32)
+    # the result is written into rows that are three longer; those three must survive
+    c = rng.standard_normal((m, n + 3)).astype(np.float32)
+    wide = own(c)
+    ta, tb = (ag.transpose(own(x), 1, 0) if flip else own(x)
+              for x, flip in ((a, flip_a), (b, flip_b)))
+    tensor.matmul(ta, tb, wide.view((m, n), (n + 3, 1)), bool(acc))
+    product = (a.T if flip_a else a).astype(np.float64) @ (b.T if flip_b else b)
+    result = wide.numpy()
+    assert_close(result[:, :n], product + acc*c[:, :n], 2e-6, f"{m} {n} {k}")
+    assert_same_bits(result[:, n:], c[:, n:], f"{m} {n} {k}: beyond the rows")
+
+
 def test_products():
     """Products of awkward sizes, all four transpositions, written or added, into wide rows."""
     rng = rng_of("products")
@@ -722,19 +739,47 @@ def test_products():
     depths = (1, 2, 3, 4, 5, 16, 17, 255, 256, 257, 511, 512, 513, 1025)
     for _ in range(400):
         (m, n), k = rng.choice(sizes, 2), rng.choice(depths)
-        flip_a, flip_b, acc = rng.integers(0, 2, 3).astype(bool)
-        a = rng.standard_normal((k, m) if flip_a else (m, k)).astype(np.float32)
-        b = rng.standard_normal((n, k) if flip_b else (k, n)).astype(np.float32)
-        # the result is written into rows that are three longer; those three must survive
-        c = rng.standard_normal((m, n + 3)).astype(np.float32)
-        wide = own(c)
-        ta, tb = (ag.transpose(own(x), 1, 0) if flip else own(x)
-                  for x, flip in ((a, flip_a), (b, flip_b)))
-        tensor.matmul(ta, tb, wide.view((m, n), (n + 3, 1)), bool(acc))
-        product = (a.T if flip_a else a).astype(np.float64) @ (b.T if flip_b else b)
-        result = wide.numpy()
-        assert_close(result[:, :n], product + acc*c[:, :n], TOLERANCE, f"{m} {n} {k}")
-        assert_same_bits(result[:, n:], c[:, n:], f"{m} {n} {k}: beyond the rows")
+        check_product(rng, m, n, k)
+
+
+@pytest.mark.smoke
+def test_large_products():
+    """Those wide enough for parts (on AMX), and tall enough for every way of sharing the work; the
+    same bits on one thread."""
+    rng, threads = rng_of("large products"), tensor.threads()
+    try:
+        for m, n, k in ((16, 256, 33), (17, 300, 31), (33, 257, 700), (47, 1200, 64),
+                        (560, 300, 32), (561, 256, 513), (600, 1201, 20), (1200, 545, 1030),
+                        (300, 8300, 9)):
+            check_product(rng, m, n, k)
+            a, b = own(rng.standard_normal((m, k))), own(rng.standard_normal((k, n)))
+            results = []
+            for count in (1, 2, 3):
+                tensor.set_threads(count)
+                results.append(tensor.matmul(a, b).numpy())
+            for other in results[1:]:
+                assert_same_bits(other, results[0], f"{m} {n} {k}")
+    finally:
+        tensor.set_threads(threads)
+
+
+def test_products_keep_all_bits():
+    """A product with powers of two is exact to the last of 24 bits, in three parts as well: a part
+    left out, or rounded instead of cut off, would show."""
+    rng = rng_of("all bits")
+    x = rng.integers(-2**24, 2**24, (40, 256)).astype(np.float32)*np.float32(2)**-20
+    scales = np.float32(2)**rng.integers(-30, 30, 256)
+    for left, right in ((x, np.diag(scales)), (np.diag(scales[:40]), x)):
+        assert_same_bits(tensor.matmul(own(left), own(right)).numpy(),
+                         (left.astype(np.float64) @ right).astype(np.float32))
+
+
+def test_products_show_nan():
+    """A NaN in an operand is NaN in its whole row or column of the result, and nowhere else."""
+    a, b = np.ones((40, 300), np.float32), np.ones((300, 270), np.float32)
+    a[7, 299], b[3, 11] = np.nan, np.nan
+    bad = np.isnan(tensor.matmul(own(a), own(b)).numpy())
+    assert bad[7].all() and bad[:, 11].all() and bad.sum() == 40 + 270 - 1
 
 
 def test_the_harness_can_fail():
@@ -2080,6 +2125,31 @@ def test_flash_against_composed():
         assert_close(p.grad.numpy(), composed.parameters()[name].grad.numpy(), 1e-5, name)
 
 
+def test_packed_weights():
+    """Micro-steps that use a version of the weights again read packed copies: the same bits as
+    without, none left of an older version, and no copies while each weight is used once."""
+    results = []
+    for keep in (True, False):
+        model = scatter(build(**SMALL))
+        step = xtrain.Step(model, xtrain.AdamW(model, grad_clip=1.0))
+        packs = model.arena.weights.storage.packs
+        if not keep:
+            model.arena.weights.storage.packs = None
+        history = []
+        for micro_steps in (1, 3, 1, 2):
+            for i in range(micro_steps):
+                step.micro(*batch_of(model.config, 2, 40, seed=i), counted=80*micro_steps)
+            copies = sum(copy is not None for _, copy in packs.values())
+            assert (copies > 0) == (keep and micro_steps > 1), micro_steps
+            history.append(step.update(1e-3))
+        weights = {name: p.numpy() for name, p in model.parameters().items()}
+        results.append((history, weights))
+    (history, weights), (other_history, other) = results
+    assert history == other_history
+    for name in weights:
+        assert_same_bits(weights[name], other[name], name)
+
+
 # ---- 10. Memory ---------------------------------------------------------------------------------
 # A training step must cost no memory management: no fresh pages, no growth, no cycles that only the
 # collector could free.
@@ -2176,6 +2246,69 @@ def test_padding_stays_zero(settings):
     for name, array in ((n, t.numpy()) for n, t in flat.items()):
         assert not array[padding].any(), f"{name}: padding is not zero"
         assert array[~padding].any()
+
+
+def run_here(code, **environment):
+    """What a Python with this environment prints (stdout, stderr), beside the modules."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          cwd=os.path.dirname(os.path.abspath(tensor.__file__)),
+                          env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+                          | environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("environment, share", [
+    ({}, 1), ({"LOCAL_WORLD_SIZE": "2"}, 2), ({"OMPI_COMM_WORLD_LOCAL_SIZE": "64"}, 64),
+    ({"MPI_LOCALNRANKS": "2", "OMP_NUM_THREADS": "5"}, None), ({"LOCAL_WORLD_SIZE": "many"}, 1)])
+def test_ranks_share_the_cores(environment, share):
+    """Ranks of one job on this machine divide its cores, unless the user has said how many threads;
+    a number that is none is ignored."""
+    threads, cores = map(int, run_here("import tensor as t; print(t.threads(), t.physical_cores())",
+                                       **environment)[0].split())
+    assert threads == (5 if share is None else max(1, cores//share))
+
+
+def test_ranks_that_are_bound():
+    """A launcher that runs on more cores than its ranks has divided them already."""
+    code = """
+import os, subprocess, sys
+inner = "import tensor as t; print(t.ranks_beside())"
+both = sorted(os.sched_getaffinity(0))
+bind = lambda: os.sched_setaffinity(0, both[:1])
+for how in (None, bind):
+    print(subprocess.run([sys.executable, "-c", inner], preexec_fn=how, capture_output=True).stdout)
+"""
+    if len(tensor.affinity()) < 2:
+        pytest.skip("one processor")
+    out, _ = run_here(code, LOCAL_WORLD_SIZE="2")
+    assert out.split() == ["b'2\\n'", "b'1\\n'"]
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_debug_lines(level):
+    """XTRAIN_DEBUG: a line for each operation (2: and shape), the most expensive first, whose times
+    leave out those of rows inside; FLOPs are counted by the formula."""
+    code = """
+import tensor as t
+x, w = t.sample(64, 300), t.sample(500, 300)
+for _ in range(3):
+    t.linear(x, w)
+t.linear(x, t.sample(200, 300))
+t.head_loss(x, w, t.ids(64, below=400), 64, 400)
+"""
+    out, lines = run_here(code, XTRAIN_DEBUG=level)
+    head, titles, *rows = lines.strip().splitlines()
+    assert out == "" and "limits" in head and "GFLOP/s" in titles
+    table = [line.split() for line in rows]
+    times = [float(row[2]) for row in table]
+    assert times == sorted(times, reverse=True)
+    calls = {row[0]: sum(int(r[1]) for r in table if r[0] == row[0]) for row in table}
+    assert calls == {"linear": 4, "head_loss": 1, "matmul": 1}
+    assert [row[-2:] for row in table if row[1] == "3"] == ([["64x300", "500x300"]]*(level == "2"))
+    (_, _, ms, _, rate, *_), = [row for row in table if row[0] == "matmul"]
+    assert float(rate) == pytest.approx(2*64*500*300/float(ms)/1e6, rel=0.05, abs=0.2)
+    assert run_here(code) == ("", "")
 
 
 # ---- 11. Instruction sets -----------------------------------------------------------------------
