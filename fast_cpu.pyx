@@ -145,8 +145,8 @@ cdef extern from *:
     #define EACH(rows) _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) \
         _Pragma("GCC unroll 3") for (int j = 0; j < NV; j++)
     #define TILE_CLEAR(sums, rows) do { EACH(rows) sums[i][j] = VZERO; } while (0)
-    /* AVX-512 can broadcast within a multiply-add: an instruction less a row, but a load more.  Done
-       for 4 rows of 14 a tile is 4 % faster, and 11 % beside a busy hyper-thread.  x - 0 is x. */
+    /* AVX-512 can broadcast within a multiply-add: an instruction less a row, but a load more.
+       With 4 rows of 14 a tile is 4 % faster, 11 % beside a busy hyper-thread.  x - 0 is x. */
     #if defined(__AVX512F__)
     #define WITHIN(i) ((i) * 2 / 7 != ((i) + 1) * 2 / 7)
     #define ADD_WITHIN(s, x, row) \
