@@ -15,10 +15,12 @@ wanted.  A sink takes a gradient in one of two ways, so that nothing is cleared 
     sink.give(d)                   d is a gradient that the caller owns: kept if first, added if not
     sink.fill(lambda out, acc: …)  for kernels that add themselves: write to `out`, add if acc
 
-Lifetime.  A node holds its inputs and, in the closure, saved buffers, but never its own output; the
-walk drops both as it passes.  So there are no reference cycles, memory returns to the pool the
-moment it is free, and a second walk over the same graph is an error.  Nodes are numbered as they
-are made: going through them from the highest number down visits every consumer before its producer.
+Lifetime.  A node holds the sinks of its inputs and, in the closure, what its backward needs, but
+never its own output; the walk drops both as it passes.  So there are no reference cycles, memory
+returns to the pool the moment it is free, and a second walk over the same graph is an error.  What
+costs little to make again is not kept at all: an operation may say how (`again`), and one that
+needs its output later asks for it through `saved`.  Nodes are numbered as they are made: going
+through them from the highest number down visits every consumer before its producer.
 Nothing here knows about devices.
 """
 import builtins
@@ -47,17 +49,21 @@ _recording = Switch()
 
 
 class Node:
-    """One recorded operation: its inputs, the way back, and the gradients of its outputs so far.
+    """One recorded operation: where the gradients of its inputs go, the way back, how to make its
+    outputs again, and the gradients of its outputs so far.
 
     `shared` outputs are slices that tile one storage (q, k and v); their gradients are such slices
     too, so that the backward can treat them as the one tensor they came from.
     """
-    # inputs: tensors or None, as record() got them.  layouts: shape, strides, offset per output.
-    # grads: per output, None until a consumer has given one.  base: what shared gradients lie in.
-    __slots__ = ("number", "inputs", "backward", "layouts", "shared", "base", "lent", "grads")
+    # sinks: per input, None where no gradient is wanted.  layouts: shape, strides, offset per
+    # output.  grads: per output, None until a consumer has given one.  base: what shared gradients
+    # lie in.  again: None, or a function that gives all outputs once more.
+    __slots__ = ("number", "sinks", "backward", "again", "layouts", "shared", "base", "lent",
+                 "grads")
 
-    def __init__(self, inputs, backward, outs, shared):
-        self.number, self.inputs, self.backward = next(_numbers), inputs, backward
+    def __init__(self, sinks, backward, again, outs, shared):
+        self.number, self.sinks, self.backward = next(_numbers), sinks, backward
+        self.again = again
         self.layouts = [(t.shape, t.strides, t.offset) for t in outs]
         self.shared = shared
         self.base, self.lent, self.grads = None, set(), [None]*len(outs)
@@ -92,35 +98,36 @@ class Sink:
     """Where the gradient of one input goes: its node's slot, or the `grad` of a leaf.
 
     Consumers add in the order of the walk, which is fixed, so the sum has the same bits every time.
+    A sink does not hold the input's elements, unless it is a leaf.
     """
-    __slots__ = ("target",)
+    __slots__ = ("leaf", "node", "index")
 
-    def __init__(self, target):
-        self.target = target
+    def __init__(self, t):
+        self.leaf, self.node, self.index = t if t.node is None else None, t.node, t.index
 
     @property
     def held(self):
         """The gradient so far; None if nobody has given any."""
-        t = self.target
-        return t.grad if t.node is None else t.node.grads[t.index]
+        return self.leaf.grad if self.node is None else self.node.grads[self.index]
 
     def keep(self, d):
         """Put d itself there, in place of what was held."""
-        t = self.target
-        if t.node is None:
-            t.grad = d
+        if self.node is None:
+            self.leaf.grad = d
         else:
-            t.node.grads[t.index] = d
+            self.node.grads[self.index] = d
 
     def room(self):
         """Memory to write a gradient to, for kernels that overwrite; then hand it to `give`."""
-        t = self.target     # once something is held, writing to its place would lose it
-        fresh = t.node is None or self.held is not None
-        return T.empty(t.shape) if fresh else t.node.room(t.index)
+        if self.node is None:
+            return T.empty(self.leaf.shape)
+        if self.held is not None:       # writing to its place would lose it
+            return T.empty(self.node.layouts[self.index][0])
+        return self.node.room(self.index)
 
     def give(self, d):
         """Take over d, which the caller owns and will not touch again; add it to what is held."""
-        held, node = self.held, self.target.node
+        held, node = self.held, self.node
         if held is not None:
             T.accumulate(held, d)
         elif node is None or not node.shared:
@@ -128,7 +135,7 @@ class Sink:
         elif node.base is not None and d.storage is node.base.storage:
             self.keep(d)                        # written in place, through `room`
         else:
-            self.keep(T.copy(d, node.place(self.target.index)))
+            self.keep(T.copy(d, node.place(self.index)))
 
     def lend(self, d):
         """Like `give` for a gradient that has been given to another sink or lives on."""
@@ -155,16 +162,35 @@ def tracked(t):
     return t is not None and (t.requires_grad or t.node is not None)
 
 
-def record(out, inputs, backward, always=False, shared=False):
+def saved(*tensors):
+    """A function that gives these tensors to a backward, as a tuple.
+
+    Outputs of an operation that can make them again are not held: it will run once for all of them.
+    """
+    node = tensors[0].node
+    if node is None or node.again is None or any(t.node is not node for t in tensors):
+        return lambda: tensors
+    again, picks = node.again, [t.index for t in tensors]
+
+    def made():
+        outs = again()
+        return tuple(outs[i] for i in picks)
+
+    return made
+
+
+def record(out, inputs, backward, always=False, shared=False, again=None):
     """Put `out`, a tensor or a tuple of them, on the tape, if anything asks for a gradient.
 
+    again() gives all outputs once more, bit by bit; worth it where that is cheap (see `saved`).
     What is returned is a new view that knows the node.  The `out` of the row does not, so that the
     closure of a backward may hold it without a cycle.
     """
     if not _recording.on or not (always or any(tracked(t) for t in inputs)):
         return out
     outs = out if isinstance(out, tuple) else (out,)
-    node, fresh = Node(inputs, backward, outs, shared), []
+    sinks = [Sink(t) if tracked(t) else None for t in inputs]
+    node, fresh = Node(sinks, backward, again, outs, shared), []
     for i, t in enumerate(outs):
         t = t.detach()
         t.node, t.index = node, i
@@ -205,14 +231,14 @@ def walk(starts):
             Sink(out).give(gradient)
     while queue:
         node = heapq.heappop(queue)[1]
-        inputs, step, grads = node.inputs, node.backward, node.gradients()
-        node.inputs, node.backward, node.grads, node.base = (), None, [None]*len(grads), None
-        sinks = [Sink(t) if tracked(t) else None for t in inputs]
+        sinks, step, grads = node.sinks, node.backward, node.gradients()
+        node.sinks, node.backward, node.again = (), None, None
+        node.grads, node.base = [None]*len(grads), None
         step(grads[0] if len(grads) == 1 else tuple(grads), *sinks)
-        for t in inputs:
-            if t is not None and t.node is not None and t.node.grads[t.index] is not None:
-                enqueue(t.node)
-        del inputs, step, grads, sinks      # or its buffers would outlive the next node
+        for sink in sinks:
+            if sink and sink.node is not None and sink.held is not None:
+                enqueue(sink.node)
+        del sinks, step, grads              # or its buffers would outlive the next node
 
 
 # ---- 2. Switches ---------------------------------------------------------------------------------
@@ -533,12 +559,13 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
 
     total and y both go on to consumers, so both bring gradients; with t = dy w and r = rstd,
     dx = dresidual = dtotal + r t - total r^3 mean(t total),  dw = sum over rows of dy total r.
+    y is not kept: it is made again from the total.
     """
     total, y, rstd = T.add_rmsnorm(x, residual, w, eps)
-    total = total.detach()
+    total, first = total.detach(), 1 if residual is None else 0     # the first of the outputs
 
     def backward(g, sx, sr, sw):
-        dtotal, dy = (None, g) if residual is None else g
+        dtotal, dy = (None, g) if first else g
         dy = T.zeros(total.shape) if dy is None else dy
         one = None if sx and sr else sx or sr   # the only one that wants it: no copy is needed
 
@@ -561,17 +588,19 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
         else:
             with_weight(None)
 
-    return record(y if residual is None else (total, y), (x, residual, w), backward)
+    return record(y if first else (total, y), (x, residual, w), backward,
+                  again=lambda: T.add_rmsnorm(total, None, w, eps)[first:2])
 
 
 def linear(x, w, residual=None, dropout=None):
     """residual + dropout(x w^T): x [..., in], w [out, in]; dX = dY W, dW = dY^T X."""
     how = dropout if dropout is not None and dropout.p > 0 else None
+    keep = saved(x)
 
     def backward(g, sx, sw, sr):
         d = T.flat2(T.packed(T.dropout(g, how) if how else g))
         if sw:
-            sw.fill(lambda out, acc: T.matmul(T.transposed(d), T.flat2(T.packed(x)), out, acc))
+            weight_gradient(sw, d, *keep())
         if sx:
             sx.fill(lambda out, acc: T.matmul(d, w, T.flat2(out), acc))
         if sr:
@@ -580,17 +609,26 @@ def linear(x, w, residual=None, dropout=None):
     return record(T.linear(x, w, residual, how), (x, w, residual), backward)
 
 
+def weight_gradient(sink, d, x):
+    """dW (+)= d^T x for d [rows, out] and x [..., in], straight into the weight's gradient."""
+    sink.fill(lambda out, acc: T.matmul(T.transposed(d), T.flat2(T.packed(x)), out, acc))
+
+
 def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, eps=1e-6):
     """RMSNorm per head (if weights are given) and RoPE of a fused projection -> q, k, v.
 
     qkv [batch, seq, (heads + 2 kv_heads)*head_dim]; q, k, v [batch, seq, its heads, head_dim] are
     slices of one tensor, and so are their gradients: the backward runs in place on that one.
-    RoPE's is the rotation back, that of the norm follows; v's gradient is in place already."""
-    out, rstd = T.qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight, k_weight, eps)
-    cuts = (0, heads, heads + kv_heads, heads + 2*kv_heads)
-    q, k, v = (sliced(out, (..., builtins.slice(a, b), builtins.slice(None)))
-               for a, b in zip(cuts, cuts[1:]))
-    shape = out.shape
+    RoPE's is the rotation back, that of the norm follows; v's gradient is in place already.  The
+    three are not kept but made again from qkv."""
+    def run():
+        out, rstd = T.qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight, k_weight, eps)
+        cuts = (0, heads, heads + kv_heads, heads + 2*kv_heads)
+        return [sliced(out, (..., builtins.slice(a, b), builtins.slice(None)))
+                for a, b in zip(cuts, cuts[1:])], rstd
+
+    (q, k, v), rstd = run()
+    shape = (*q.shape[:2], heads + 2*kv_heads, q.shape[3])
 
     def backward(g, sink, sq, sk):
         fused = g[0].view(shape, offset=0)      # q's slice is the first: this is all three
@@ -603,7 +641,8 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
         if sink:
             sink.give(fused.view(qkv.shape))
 
-    return record((q, k, v), (qkv, q_weight, k_weight), backward, shared=True)
+    return record((q, k, v), (qkv, q_weight, k_weight), backward, shared=True,
+                  again=lambda: run()[0])
 
 
 def attention(q, k, v, flash=True, scale=None):
@@ -618,11 +657,13 @@ def attention(q, k, v, flash=True, scale=None):
     if not flash:
         return composed_attention(q, k, v, scale)
     out, lse = T.attention(q, k, v, scale)
+    keep = saved(q, k, v)
 
     def backward(g, *sinks):
+        inputs = keep()
         # The kernel writes by stride: into the slices of one gradient where q, k and v are slices
-        rooms = [s.room() if s else T.empty(t.shape) for s, t in zip(sinks, (q, k, v))]
-        T.attention_backward(g, q, k, v, out, lse, scale, *rooms)
+        rooms = [s.room() if s else T.empty(t.shape) for s, t in zip(sinks, inputs)]
+        T.attention_backward(g, *inputs, out, lse, scale, *rooms)
         for s, d in zip(sinks, rooms):
             if s:
                 s.give(d)
@@ -645,17 +686,19 @@ def gate_up_swiglu(x, w):
     """silu(x gate^T) * (x up^T) for w [2*ffn, in] = gate rows, then up rows.
 
     With gu = x w^T saved, the row turns it into d(gu) in place; then dX = d(gu) w, dW = d(gu)^T x.
+    The result is not kept: it is made again from gu.
     """
     h, gu = T.gate_up_swiglu(x, w)
+    keep = saved(x)
 
     def backward(g, sx, sw):
         d = T.flat2(T.swiglu_backward(g, gu))
         if sw:
-            sw.fill(lambda out, acc: T.matmul(T.transposed(d), T.flat2(T.packed(x)), out, acc))
+            weight_gradient(sw, d, *keep())
         if sx:
             sx.fill(lambda out, acc: T.matmul(d, w, T.flat2(out), acc))
 
-    return record(h, (x, w), backward)
+    return record(h, (x, w), backward, again=lambda: (T.swiglu(gu),))
 
 
 def head_loss(x, w, targets, denominator=None, vocab=None, now=False):

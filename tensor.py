@@ -1006,6 +1006,15 @@ def gate_up_swiglu(x, w):
     return h, gu
 
 
+@row(lambda: (sample(4096, 2*1365),))
+def swiglu(gu):
+    """silu(gate) * up of gu [..., 2*ffn] = gate | up -> h [..., ffn], bit by bit the product's."""
+    gu = packed(gu)
+    h = empty((*gu.shape[:-1], gu.shape[-1]//2), "f32", gu.device)
+    core.swiglu(gu.ptr, h.ptr, gu.size//max(1, gu.shape[-1]), h.shape[-1])
+    return h
+
+
 @row(lambda: (sample(4096, 1365), sample(4096, 2*1365)))
 def swiglu_backward(dh, gu):
     """gu := d(gu), in place, from dh [..., ffn] and gu [..., 2*ffn] = gate | up."""

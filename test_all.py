@@ -1051,6 +1051,55 @@ def test_recompute(drop):
         assert_same_bits(a, b)
 
 
+# Operations whose outputs are made again for the backward, on sizes with and without whole panels.
+MADE_AGAIN = {
+    "norm": lambda: [ag.add_rmsnorm(leaf(3, 5, 70), None, leaf(70))],
+    "add and norm": lambda: ag.add_rmsnorm(leaf(3, 5, 70), leaf(3, 5, 70), leaf(70)),
+    "rope": lambda: ag.qk_norm_rope(leaf(2, 7, 8*6), *tensor.cos_sin(7, 6), 4, 2),
+    "norm and rope": lambda: ag.qk_norm_rope(leaf(2, 7, 8*6), *tensor.cos_sin(7, 6), 4, 2,
+                                             leaf(6), leaf(6)),
+    **{f"swiglu {rows} {ffn}": lambda rows=rows, ffn=ffn:
+       [ag.gate_up_swiglu(leaf(rows, 33), leaf(2*ffn, 33))]
+       for rows in (1, 15, 16, 100) for ffn in (7, 32, 70, 352)},
+}
+
+
+@pytest.mark.parametrize("name", MADE_AGAIN)
+def test_made_again_with_the_same_bits(name):
+    """`saved` gives what the operation gave, all of it or one output, and holds none of it."""
+    outs = list(MADE_AGAIN[name]())
+    before, keep = [t.numpy() for t in outs], ag.saved(*outs)
+    last = ag.saved(outs[-1])
+    del outs
+    for a, b in zip(keep(), before, strict=True):
+        assert_same_bits(a.numpy(), b)
+    assert_same_bits(last()[0].numpy(), before[-1])
+
+
+def test_saved_holds_what_nobody_makes_again():
+    """Leaves, plain results and outputs of two operations are given back as they are."""
+    x, y = leaf(3, 4), ag.silu(leaf(3, 4))
+    h = ag.gate_up_swiglu(x, leaf(10, 4))
+    for tensors in ((x,), (y,), (x, y), (h, y)):
+        assert all(a is b for a, b in zip(ag.saved(*tensors)(), tensors, strict=True))
+
+
+def test_a_step_keeps_no_more_than_it_must():
+    """Between forward and backward: per position and layer the stream before attention and MLP,
+    q, k and v before RoPE, attention's result, gate and up; and what is small."""
+    c = xtrain.Config(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, ffn=192)
+    model = xtrain.Decoder(c)
+    tokens = np.zeros((4, 256), np.int64)
+    before = tensor.pool_stats()["used"]
+    loss = model.loss(tokens, tokens)
+    held = tensor.pool_stats()["used"] - before
+    floats = c.layers*(2*c.dim + (c.heads + 2*c.kv_heads)*c.head_dim + c.dim + 2*c.ffn)
+    floats += 2*c.dim                                   # the stream after the last block, normed
+    floats += c.layers*(2 + c.heads + c.kv_heads + c.heads)     # rstd of norms and heads, lse
+    assert held <= 1.05*4*tokens.size*floats + (1 << 16), (held, 4*tokens.size*floats)
+    loss.backward()
+
+
 def test_recompute_keeps_only_its_inputs():
     """Between forward and backward a recomputed block holds no more than its inputs and result."""
     def block(x):
