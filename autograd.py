@@ -162,13 +162,19 @@ def tracked(t):
     return t is not None and (t.requires_grad or t.node is not None)
 
 
+# Outputs below this many elements, 2 MB, are kept even if they can be made again: a model with rows
+# that small needs no memory saved, and making them again takes nano 6 % of a step.
+KEEP_BELOW = 1 << 19
+
+
 def saved(*tensors):
     """A function that gives these tensors to a backward, as a tuple.
 
     Outputs of an operation that can make them again are not held: it will run once for all of them.
     """
-    node = tensors[0].node
-    if node is None or node.again is None or any(t.node is not node for t in tensors):
+    node, size = tensors[0].node, builtins.sum(t.size for t in tensors)
+    if (node is None or node.again is None or size < KEEP_BELOW
+            or any(t.node is not node for t in tensors)):
         return lambda: tensors
     again, picks = node.again, [t.index for t in tensors]
 
@@ -623,9 +629,9 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
     three are not kept but made again from qkv."""
     def run():
         out, rstd = T.qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight, k_weight, eps)
-        cuts = (0, heads, heads + kv_heads, heads + 2*kv_heads)
-        return [sliced(out, (..., builtins.slice(a, b), builtins.slice(None)))
-                for a, b in zip(cuts, cuts[1:])], rstd
+        (B, S, _, D), strides, start = out.shape, out.strides, out.offset
+        return [out.view((B, S, n, D), strides, start + first*D) for first, n in
+                ((0, heads), (heads, kv_heads), (heads + kv_heads, kv_heads))], rstd
 
     (q, k, v), rstd = run()
     shape = (*q.shape[:2], heads + 2*kv_heads, q.shape[3])

@@ -2186,7 +2186,6 @@ cdef extern from *:
     enum: AR, AL, TILE, KEYS
 
 cdef enum:
-    CHUNK = 4                       # tiles of queries for which forward stages k and v once
     FAR = 1 << 30                   # a distance to the diagonal that hides nothing
 
 cdef struct View:                   # [batch, position, head, dim] by strides, the last one 1
@@ -2402,13 +2401,10 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, const float* k,
         scale_row(o + i*wide, 0 if l[i] == 0 else 1/l[i], at(&a.o, b, q0 + i, h), a.dim)
 
 
-cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, float* room) noexcept nogil:
-    """o and L of CHUNK tiles of queries from q0 on, of one head.
-
-    k and v are staged once for CHUNK*TILE queries (256 or 192), whose products hide the copying; a
-    long sequence still makes several tasks of each head.
-    """
-    cdef idx last = least(a.sq, q0 + CHUNK*TILE), g = h//(a.heads//a.kv_heads)
+cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, idx last,
+                        float* room) noexcept nogil:
+    """o and L of the queries q0 .. last of one head, for which k and v are staged once."""
+    cdef idx g = h//(a.heads//a.kv_heads)
     cdef idx keys = most(0, last + a.sk - a.sq), size = a.keys*a.wide
     cdef idx height = least(a.keys, keys + AR)  # scores read whole register tiles of k
     stage(at(&a.k, b, 0, g), a.k.position, keys, a.dim, 1, room, height, a.wide)
@@ -2468,8 +2464,12 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     cdef Attention a
     cdef size_t[4] address = [q, k, v, o]
     describe(&a, <const int64_t*>dims, address, 4, <float*>lse, scale)
-    cdef idx chunks = (a.sq + CHUNK*TILE - 1)//(CHUNK*TILE), tasks = a.batch*a.heads*chunks, t, last
-    cdef int threads = most(1, least(tasks, attention_team(&a)))
+    cdef idx tiles = parts(a.sq, TILE), heads = a.batch*a.heads
+    cdef int threads = most(1, least(heads*tiles, attention_team(&a)))
+    # A task is a head, or as many of its tiles as leave TASKS a thread: the fewer tasks, the less
+    # often k and v are staged (of the time at 4 heads of 2,048: 7 % in tasks of 4 tiles)
+    cdef idx step = TILE*most(1, least(tiles, heads*tiles//(TASKS*threads)))
+    cdef idx chunks = parts(a.sq, step), tasks = heads*chunks, t, first
     # Per thread: k and v; q, q^T and o; s; m, l and fade.  One query: q, o and s
     cdef idx size = 2*a.keys*a.wide + 3*TILE*a.wide + KEYS*TILE + 3*TILE
     if a.sq == 1 and a.sk > 0:
@@ -2478,12 +2478,12 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     cdef float* room = <float*>scratch.address
     with nogil, parallel(num_threads=threads):
         for t in prange(tasks, schedule='dynamic'):
-            last = chunks - 1 - t % chunks      # late queries see the most: they go first
+            first = (chunks - 1 - t % chunks)*step      # late queries see the most: they go first
             if a.sq == 1 and a.sk > 0:
                 one_query(&a, t//a.heads, t % a.heads, room + threadid()*size)
             else:
-                forward_chunk(&a, t//chunks//a.heads, t//chunks % a.heads, last*CHUNK*TILE,
-                              room + threadid()*size)
+                forward_chunk(&a, t//chunks//a.heads, t//chunks % a.heads, first,
+                              least(a.sq, first + step), room + threadid()*size)
 
 
 cdef void row_dots(const float* x, const float* y, idx width, float* z) noexcept nogil:

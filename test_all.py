@@ -1065,8 +1065,9 @@ MADE_AGAIN = {
 
 
 @pytest.mark.parametrize("name", MADE_AGAIN)
-def test_made_again_with_the_same_bits(name):
+def test_made_again_with_the_same_bits(name, monkeypatch):
     """`saved` gives what the operation gave, all of it or one output, and holds none of it."""
+    monkeypatch.setattr(ag, "KEEP_BELOW", 0)
     outs = list(MADE_AGAIN[name]())
     before, keep = [t.numpy() for t in outs], ag.saved(*outs)
     last = ag.saved(outs[-1])
@@ -1084,9 +1085,10 @@ def test_saved_holds_what_nobody_makes_again():
         assert all(a is b for a, b in zip(ag.saved(*tensors)(), tensors, strict=True))
 
 
-def test_a_step_keeps_no_more_than_it_must():
+def test_a_step_keeps_no_more_than_it_must(monkeypatch):
     """Between forward and backward: per position and layer the stream before attention and MLP,
     q, k and v before RoPE, attention's result, gate and up; and what is small."""
+    monkeypatch.setattr(ag, "KEEP_BELOW", 0)
     c = xtrain.Config(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, ffn=192)
     model = xtrain.Decoder(c)
     tokens = np.zeros((4, 256), np.int64)
