@@ -64,6 +64,7 @@ import xtrain
 TOLERANCE = 1e-5                # relative to the largest entry, forward and backward
 STEP = 1e-6                     # of a central difference, in float64, for values of size one
 THREADS = tensor.threads()      # what the machine gave us; tests that change it put it back
+ag.KEEP_BELOW = 0               # small tensors take the way of large ones: made again, not kept
 
 
 @pytest.fixture(autouse=True)
@@ -1065,9 +1066,8 @@ MADE_AGAIN = {
 
 
 @pytest.mark.parametrize("name", MADE_AGAIN)
-def test_made_again_with_the_same_bits(name, monkeypatch):
+def test_made_again_with_the_same_bits(name):
     """`saved` gives what the operation gave, all of it or one output, and holds none of it."""
-    monkeypatch.setattr(ag, "KEEP_BELOW", 0)
     outs = list(MADE_AGAIN[name]())
     before, keep = [t.numpy() for t in outs], ag.saved(*outs)
     last = ag.saved(outs[-1])
@@ -1085,10 +1085,9 @@ def test_saved_holds_what_nobody_makes_again():
         assert all(a is b for a, b in zip(ag.saved(*tensors)(), tensors, strict=True))
 
 
-def test_a_step_keeps_no_more_than_it_must(monkeypatch):
+def test_a_step_keeps_no_more_than_it_must():
     """Between forward and backward: per position and layer the stream before attention and MLP,
     q, k and v before RoPE, attention's result, gate and up; and what is small."""
-    monkeypatch.setattr(ag, "KEEP_BELOW", 0)
     c = xtrain.Config(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, ffn=192)
     model = xtrain.Decoder(c)
     tokens = np.zeros((4, 256), np.int64)
@@ -2068,6 +2067,12 @@ def test_two_runs():
     assert_same_run(fresh(dropout=0.1), dropped_run())
     arenas = [build(seed=seed).arena.weights.numpy() for seed in (1, 2)]
     assert (arenas[0] != arenas[1]).any()
+
+
+def test_made_again_or_kept(monkeypatch):
+    """A step has the same bits whether activations are kept or made again for the backward."""
+    monkeypatch.setattr(ag, "KEEP_BELOW", 1 << 30)
+    assert_same_run(fresh(dropout=0.1), dropped_run())
 
 
 def test_recompute_in_the_model():
