@@ -1,10 +1,10 @@
 """sample: the command line that generates text, measures a text's loss, and exports a model.
 
     python sample.py --prompt "def "                      the newest run under runs/
-    python sample.py --model runs/laptop-0 --num 3 --temperature 0.7 --top-p 0.9
+    python sample.py --model runs/laptop-1 --num 3 --temperature 0.7 --top-p 0.9
     python sample.py --model my-model --prompt "Once" --temperature 0     greedy: the same each time
-    python sample.py --model runs/laptop-0 --eval notes.txt               loss and bits per byte
-    python sample.py --model runs/laptop-0 --export out --dtype bf16      for transformers
+    python sample.py --model runs/laptop-1 --eval notes.txt               loss and bits per byte
+    python sample.py --model runs/laptop-1 --export out --dtype bf16      for transformers
 
 --model is a run's folder (its last checkpoint is taken), a checkpoint, or a Hugging Face folder of
 a Qwen3 or Llama with its tokenizer.json.

@@ -388,7 +388,11 @@ def row(bench, dtypes=("f32",), flops=None):
 
 # XTRAIN_DEBUG=2 prints a line for each row and shapes when the program ends, XTRAIN_DEBUG=1 one for
 # each row.  Bytes are those of a call's tensors, in and out, once each; the limit is the larger of
-# FLOPs over peak_flops() and bytes over bandwidth(), so what stays in a cache can exceed 100 %.
+# FLOPs over peak_flops() and bytes over bandwidth(), so what stays in a cache can exceed 100 %, as
+# do rows that touch only a part of a table (embed).
+if os.environ.get("XTRAIN_DEBUG", "0") not in ("", "0", "1", "2"):
+    raise ImportError(f"XTRAIN_DEBUG={os.environ['XTRAIN_DEBUG']}: wants 1 (a line an operation) "
+                      "or 2 (and shape)")
 DEBUG = int(os.environ.get("XTRAIN_DEBUG") or 0)
 
 
@@ -504,12 +508,13 @@ def expand(x, shape, name):
     return x.view(shape, tuple(strides))
 
 
-def broadcast(name, a, b):
-    """The common shape of two tensors; ValueError that names the operation and both shapes."""
+def broadcast(name, a, b, skip=0):
+    """The common shape of two tensors without their last `skip` axes; ValueError names both."""
     try:
-        return np.broadcast_shapes(a.shape, b.shape)
+        return np.broadcast_shapes(a.shape[:a.ndim - skip], b.shape[:b.ndim - skip])
     except ValueError:
-        raise ValueError(f"{name}: shapes do not broadcast: {a.shape} and {b.shape}") from None
+        what = "batch axes" if skip else "shapes"
+        raise ValueError(f"{name}: {what} do not broadcast: {a.shape} and {b.shape}") from None
 
 
 def elementwise(name, kind, a, b):
@@ -692,17 +697,17 @@ def matmul(a, b, out=None, acc=False):
     `out` is a tensor to write to (acc: to add to), with contiguous rows.  Transposed views are read
     in place, so that C = op(A) op(B) also covers a product's gradients: dA = dC B^T, dB = A^T dC.
     """
-    need(a.ndim >= 2 and b.ndim >= 2 and a.shape[-1] == b.shape[-2], "matmul",
+    left, right = a.shape, b.shape      # looked up once: half of a product of 64^3 is Python
+    need(len(left) >= 2 and len(right) >= 2 and left[-1] == right[-2], "matmul",
          "wants [..., m, k] and [..., k, n], got", a, b)
-    try:
-        batch = () if a.ndim == b.ndim == 2 else np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except ValueError:
-        raise ValueError(f"matmul: batch axes do not broadcast: {a.shape} and {b.shape}") from None
-    m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
+    m, n, k, batch = left[-2], right[-1], left[-1], ()
+    if len(left) + len(right) > 4:
+        batch = broadcast("matmul", a, b, skip=2)
     out = empty((*batch, m, n), "f32", a.device) if out is None else out
-    need(out.shape == (*batch, m, n), "matmul", f"the result is {(*batch, m, n)}, `out` has", out)
+    if out.shape != (*batch, m, n):
+        need(False, "matmul", f"the result is {(*batch, m, n)}, `out` has", out)
     (a, lda, ta), (b, ldb, tb), ldc = operand(a), operand(b), out.strides[-2] if m > 1 else n
-    if math.prod(batch) == 1:
+    if not batch or math.prod(batch) == 1:
         core.gemm(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc,
                   packed_weight(b, ldb, tb, m, n, k))
     else:

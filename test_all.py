@@ -3563,6 +3563,8 @@ BAD_INPUT = [       # flags, what the one line must contain
     ("--init-from=taken --preset=v1", "--init-from and --preset"),
     ("--init-from=folder", "folder"), ("--threads=0", "--threads"), ("--bench=0", "--bench"),
     ("--encoding=utf-99", "--encoding"),
+    ("--device=cuda", "no CUDA kernels: use --device cpu"), ("--threads=0", "must be >= 1"),
+    ("--config=far.toml", "unknown setting qqq: --help"),
 ]
 
 
@@ -3571,7 +3573,7 @@ def test_bad_input(start, tmp_path, capsys, flags, wanted):
     """One line on stderr that names what is wrong, exit code 2, and no run folder left behind."""
     files = {"empty.txt": b"", "one.txt": b"a", "short.txt": b"a short story, no more",
              "latin.txt": b"caf\xe9", "bad.jsonl": b'{"text": "good"}\n{"text": \n',
-             "bad.toml": b"lr = = 2", "odd.toml": b"heats = 2", "type.toml": b"lr = true",
+             "bad.toml": b"lr = = 2", "odd.toml": b"heats = 2", "far.toml": b"qqq = 2", "type.toml": b"lr = true",
              "twice.toml": b"kv-heads = 1\nkv_heads = 2", "self.toml": b"config = 'bad.toml'",
              "taken/step-00000001/config.json": b"", "taken/step-00000001/model.safetensors": b"",
              "foreign/settings.json": b"{}"}
@@ -3588,10 +3590,12 @@ def test_bad_input(start, tmp_path, capsys, flags, wanted):
     assert sorted(set(os.listdir()) - {"cache", "runs"}) == before
 
 
-def test_cuda_without_cupy(start, capsys, monkeypatch):
-    """--device cuda names the extra that brings CuPy."""
-    monkeypatch.setattr(xtrain.importlib.util, "find_spec", lambda name: None)
-    assert start("--device=cuda") == 2 and "'.[cuda]'" in capsys.readouterr().err
+def test_wrong_debug_level():
+    """XTRAIN_DEBUG takes 1 and 2; anything else is one line."""
+    run = subprocess.run([sys.executable, "sample.py"], capture_output=True, text=True,
+                         env=os.environ | {"XTRAIN_DEBUG": "yes"},
+                         cwd=os.path.dirname(os.path.abspath(tensor.__file__)))
+    assert run.returncode == 2 and re.fullmatch(r"xtrain: error: XTRAIN_DEBUG=yes.*\n", run.stderr)
 
 
 def test_schedules():

@@ -25,7 +25,6 @@ import dataclasses
 import difflib
 import errno
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
@@ -1343,8 +1342,8 @@ def parse(settings, parser, argv, source=""):
         near = [ours for ours, others in OTHER_NAMES.items() if plain in others and ours in known]
         near += difflib.get_close_matches(name, known, 1, cutoff=0.5)
         hint = f"did you mean {near[0]}? (--help lists all)" if near else "--help lists all flags"
-        what = "unknown flag" if name.startswith("-") else "belongs to no flag:"
-        raise Refused(f"{source}{what} {name}: {hint}")
+        what = "unknown flag {}" if name.startswith("-") else "{} belongs to no flag"
+        raise Refused(f"{source}{what.format(name)}: {hint}")
     fields = {f.name: f for f in dataclasses.fields(settings)}
     for name, value in vars(given).items():
         if value == "" and fields[name].metadata["unit"] == "path":
@@ -1362,7 +1361,7 @@ def check_limits(name, value, about):
     limits = [(*LIMITS[word], about[word]) for word in LIMITS if word in about]
     if not all(holds(value, bound) for holds, _, bound in limits):
         wanted = " and ".join(f"{sign} {bound}" for _, sign, bound in limits)
-        raise Refused(f"{name} {value}: must be {wanted} ({about['help']})")
+        raise Refused(f"{name} {value}: must be {wanted}; it is: {about['help']}")
 
 
 def toml_flags(settings, path):
@@ -1380,8 +1379,9 @@ def toml_flags(settings, path):
         name = key.replace("-", "_")
         kind = known.get(name)
         if kind is None:
-            near = difflib.get_close_matches(name, known, 1, cutoff=0)[0]
-            raise Refused(f"--config {path}: unknown setting {key}: did you mean {near}?")
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "--help lists all, with - for _"
+            raise Refused(f"--config {path}: unknown setting {key}: {hint}")
         if name in seen or "\0" in str(value):
             raise Refused(f"--config {path}: {key} is there twice, or has a zero byte in it")
         if (kind is bool) != isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -1446,9 +1446,6 @@ class Machine(typing.NamedTuple):
 def machine(device="auto", dtype="auto", threads=None):
     """The Machine that --device, --dtype and --threads mean; Refused if it is not there."""
     if device == "cuda":
-        if importlib.util.find_spec("cupy") is None:
-            raise Refused("--device cuda: CuPy is not installed: pip install -e '.[cuda]' "
-                          "(or '.[cuda12]'); or use --device cpu")
         raise Refused("--device cuda: this version of xtrain has no CUDA kernels: use --device cpu")
     if dtype == "bf16":
         raise Refused("--dtype bf16: this version of xtrain computes in f32: use --dtype f32")
