@@ -171,10 +171,11 @@ def saved(*tensors):
     """A function that gives these tensors to a backward, as a tuple.
 
     Outputs of an operation that can make them again are not held: it will run once for all of them.
+    They are if someone has written to them since (their memory is new, and starts at version 0).
     """
     node, size = tensors[0].node, builtins.sum(t.size for t in tensors)
     if (node is None or node.again is None or size < KEEP_BELOW
-            or any(t.node is not node for t in tensors)):
+            or any(t.node is not node or t.version for t in tensors)):
         return lambda: tensors
     again, picks = node.again, [t.index for t in tensors]
 
@@ -185,10 +186,24 @@ def saved(*tensors):
     return made
 
 
-def record(out, inputs, backward, always=False, shared=False, again=None):
+def unless_written(again, reads):
+    """`again`, or an error if one of the tensors that it reads has been written to since now."""
+    versions = [t.version for t in reads]
+
+    def checked():
+        if [t.version for t in reads] != versions:
+            raise RuntimeError("backward: what this graph kept was overwritten since the forward, "
+                               "by set_, an optimizer, or a walk that freed it: compute it again")
+        return again()
+
+    return checked
+
+
+def record(out, inputs, backward, always=False, shared=False, again=None, reads=()):
     """Put `out`, a tensor or a tuple of them, on the tape, if anything asks for a gradient.
 
-    again() gives all outputs once more, bit by bit; worth it where that is cheap (see `saved`).
+    again() gives all outputs once more, bit by bit, from the tensors `reads` (or None); worth it
+    where that is cheap (see `saved`).
     What is returned is a new view that knows the node.  The `out` of the row does not, so that the
     closure of a backward may hold it without a cycle.
     """
@@ -196,6 +211,7 @@ def record(out, inputs, backward, always=False, shared=False, again=None):
         return out
     outs = out if isinstance(out, tuple) else (out,)
     sinks = [Sink(t) if tracked(t) else None for t in inputs]
+    again = again and unless_written(again, [t for t in reads if t is not None])
     node, fresh = Node(sinks, backward, again, outs, shared), []
     for i, t in enumerate(outs):
         t = t.detach()
@@ -595,7 +611,7 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
             with_weight(None)
 
     return record(y if first else (total, y), (x, residual, w), backward,
-                  again=lambda: T.add_rmsnorm(total, None, w, eps)[first:2])
+                  again=lambda: T.add_rmsnorm(total, None, w, eps)[first:2], reads=(total, w))
 
 
 def linear(x, w, residual=None, dropout=None):
@@ -648,7 +664,7 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
             sink.give(fused.view(qkv.shape))
 
     return record((q, k, v), (qkv, q_weight, k_weight), backward, shared=True,
-                  again=lambda: run()[0])
+                  again=lambda: run()[0], reads=(qkv, cos, sin, q_weight, k_weight))
 
 
 def attention(q, k, v, flash=True, scale=None):
@@ -704,7 +720,7 @@ def gate_up_swiglu(x, w):
         if sx:
             sx.fill(lambda out, acc: T.matmul(d, w, T.flat2(out), acc))
 
-    return record(h, (x, w), backward, again=lambda: (T.swiglu(gu),))
+    return record(h, (x, w), backward, again=lambda: (T.swiglu(gu),), reads=(gu,))
 
 
 def head_loss(x, w, targets, denominator=None, vocab=None, now=False):

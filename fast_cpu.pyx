@@ -1435,7 +1435,8 @@ cdef void multiply_serial(const Product* p, float* own) noexcept nogil:
     if p.k == 0:                        # an empty sum
         for i in range(0 if p.acc else p.m):
             memset(p.c + i*p.ldc, 0, p.n*sizeof(float))
-        finish(p, 0, p.m, 0, p.n//p.halves)
+        for i in range(p.columns):
+            finish(p, 0, p.m, i*NR, least(p.n, i*NR + NR))
     while first < p.rows:
         multiply_block(p, &all, first, least(p.rows, first + low_panels(p)), 0, p.columns, own)
         first += low_panels(p)

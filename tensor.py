@@ -874,8 +874,7 @@ def linear(x, w, residual=None, dropout=None):
 def product(x, w, out, *epilogue):
     """out = x w^T by the core, with what its gemm takes from `h` on."""
     (w, ldw, tw), x = operand(w), packed(x)
-    n, k = w.shape
-    m = x.size//k if k else flat2(x).shape[0]
+    (n, k), m = w.shape, math.prod(x.shape[:-1])
     core.gemm(x.ptr, k, False, w.ptr, ldw, not tw, out.ptr, n, m, n, k, False,
               packed_weight(w, ldw, not tw, m, n, k), *epilogue)
 
@@ -1025,6 +1024,7 @@ def swiglu_backward(dh, gu):
     """gu := d(gu), in place, from dh [..., ffn] and gu [..., 2*ffn] = gate | up."""
     dh = packed(dh)
     core.swiglu_backward(gu.ptr, dh.ptr, dh.size//dh.shape[-1], dh.shape[-1])
+    gu.storage.version += 1
     return gu
 
 

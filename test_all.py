@@ -1085,6 +1085,37 @@ def test_saved_holds_what_nobody_makes_again():
         assert all(a is b for a, b in zip(ag.saved(*tensors)(), tensors, strict=True))
 
 
+def test_made_again_after_writing():
+    """Written to before it is used, an output is kept; what it is made from, written to before the
+    backward, is an error; so is a second walk, and it leaves no gradient."""
+    x, w, up, v = leaf(4, 8), leaf(8), leaf(12, 8), leaf(5, 6)
+    h = ag.gate_up_swiglu(x, up)
+    h.set_(np.zeros(h.shape, np.float32))
+    ag.sum(ag.linear(h, v)).backward()
+    assert not v.grad.numpy().any()
+    for changed in (w, x):
+        y = ag.add_rmsnorm(x, None, w)
+        loss = ag.sum(ag.linear(y, up))
+        changed.set_(changed.numpy())
+        with pytest.raises(RuntimeError, match="overwritten since the forward"):
+            loss.backward()
+    v.grad, h = None, ag.gate_up_swiglu(x, up)
+    losses = [ag.sum(ag.linear(h, t)) for t in (leaf(3, 6), v)]
+    losses[0].backward()
+    with pytest.raises(RuntimeError, match="compute it again"):
+        losses[1].backward()
+    assert v.grad is None
+
+
+@pytest.mark.parametrize("rows", [3, 16, 40])
+def test_swiglu_of_an_empty_sum(rows):
+    """No columns to sum over: gate, up and h are zero, every one of them."""
+    for t in [tensor.fill(tensor.empty((rows, 256)), 7.0) for _ in range(4)]:
+        del t                                       # what the pool hands out next is not zero
+    for t in tensor.gate_up_swiglu(tensor.empty((rows, 0)), tensor.empty((256, 0))):
+        assert not t.numpy().any()
+
+
 def test_a_step_keeps_no_more_than_it_must():
     """Between forward and backward: per position and layer the stream before attention and MLP,
     q, k and v before RoPE, attention's result, gate and up; and what is small."""
@@ -3563,6 +3594,7 @@ BAD_INPUT = [       # flags, what the one line must contain
     ("--init-from=taken --preset=v1", "--init-from and --preset"),
     ("--init-from=folder", "folder"), ("--threads=0", "--threads"), ("--bench=0", "--bench"),
     ("--encoding=utf-99", "--encoding"),
+    ("--batch=9999999999", "--batch"), ("--layers=100000000", "--layers"),
     ("--device=cuda", "no CUDA kernels: use --device cpu"), ("--threads=0", "must be >= 1"),
     ("--config=far.toml", "unknown setting qqq: --help"),
 ]
@@ -3573,8 +3605,9 @@ def test_bad_input(start, tmp_path, capsys, flags, wanted):
     """One line on stderr that names what is wrong, exit code 2, and no run folder left behind."""
     files = {"empty.txt": b"", "one.txt": b"a", "short.txt": b"a short story, no more",
              "latin.txt": b"caf\xe9", "bad.jsonl": b'{"text": "good"}\n{"text": \n',
-             "bad.toml": b"lr = = 2", "odd.toml": b"heats = 2", "far.toml": b"qqq = 2", "type.toml": b"lr = true",
-             "twice.toml": b"kv-heads = 1\nkv_heads = 2", "self.toml": b"config = 'bad.toml'",
+             "bad.toml": b"lr = = 2", "odd.toml": b"heats = 2", "far.toml": b"qqq = 2",
+             "type.toml": b"lr = true", "twice.toml": b"kv-heads = 1\nkv_heads = 2",
+             "self.toml": b"config = 'bad.toml'",
              "taken/step-00000001/config.json": b"", "taken/step-00000001/model.safetensors": b"",
              "foreign/settings.json": b"{}"}
     for folder in ("folder", "foreign", "taken/step-00000001"):
@@ -3596,6 +3629,33 @@ def test_wrong_debug_level():
                          env=os.environ | {"XTRAIN_DEBUG": "yes"},
                          cwd=os.path.dirname(os.path.abspath(tensor.__file__)))
     assert run.returncode == 2 and re.fullmatch(r"xtrain: error: XTRAIN_DEBUG=yes.*\n", run.stderr)
+
+
+def test_checkpoint_of_another_program(start, tmp_path, capsys):
+    """What the library saved, and a state with settings of another version, cannot be resumed."""
+    assert start("--out=a", "--steps=1") == 0
+    folder, = xtrain.checkpoints("a").values()
+    model = xtrain.load_pretrained(folder)
+    other = xtrain.save_checkpoint("b", model, xtrain.AdamW(model), None, {"step": 1})
+    state = xtrain.load_state(folder)
+    state["settings"]["colour"] = 32
+    state["seal"] = xtrain.seal(state)
+    xtrain.write_json(f"{folder}/state.json", state)
+    capsys.readouterr()
+    for source, what in (("b", "no 'settings'"), (other, "no 'settings'"), ("a", "'colour'")):
+        assert start(f"--resume={source}", "--steps=3") == 2
+        err = capsys.readouterr().err
+        assert re.fullmatch(r"xtrain: error: --resume .+--init-from.+\n", err) and what in err, err
+
+
+def test_newest_checkpoint_is_not_whole(start, capsys):
+    """A run goes on from the newest whole checkpoint, says so, and keeps the other aside."""
+    assert start("--out=a", "--steps=4", "--save-every=1") == 0
+    os.remove("a/step-00000004/config.json")
+    assert start("--resume=a", "--steps=5") == 0
+    out = capsys.readouterr().out
+    assert "step-00000004 is not whole" in out and "step-00000004 is later" in out
+    assert os.path.exists("a/.later-step-00000004/model.safetensors")
 
 
 def test_schedules():

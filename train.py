@@ -80,7 +80,7 @@ class Settings:
     preset: str = setting("laptop", "sizes by name; flags below beat it", "", MODEL,
                           choices=tuple(xtrain.PRESETS))
     dim: int = setting(None, "width of the residual stream (preset's)", "", MODEL, least=1)
-    layers: int = setting(None, "number of blocks (preset's)", "", MODEL, least=1)
+    layers: int = setting(None, "number of blocks (preset's)", "", MODEL, least=1, most=10**4)
     heads: int = setting(None, "query heads (preset's)", "", MODEL, least=1)
     kv_heads: int = setting(None, "key and value heads, a divisor of heads (heads)", "", MODEL,
                             least=1)
@@ -97,7 +97,8 @@ class Settings:
 
     # many short sequences a step learn faster than few long ones while models are small (LOG.md)
     seq: int = setting(128, "length of a training sequence", "tokens", BATCH, least=1)
-    batch: int = setting(4, "sequences of one micro-step", "sequences", BATCH, least=1)
+    batch: int = setting(4, "sequences of one micro-step", "sequences", BATCH, least=1,
+                         most=10**6)
     accum_steps: int = setting(1, "micro-steps whose gradients add up to one update", "", BATCH,
                                least=1, most=10**9)
     steps: int = setting(300, "updates in all, those before --resume included", "", BATCH, least=1,
@@ -176,7 +177,7 @@ def read_settings(argv):
     if "resume" in given:
         source = resume_point(given["resume"])
         state = xtrain.load_state(source)
-        stored = state["settings"]
+        stored = stored_settings(state, source)
         refuse_changes(given, stored, source)
     for name in ("resume", "out", "init_from"):
         if "bench" in given and name in given:
@@ -187,13 +188,30 @@ def read_settings(argv):
     return Settings(**(stored | given)), given, source, state
 
 
+def stored_settings(state, source):
+    """The settings of a checkpoint's state; Refused if another program or version wrote it."""
+    stored, known = state.get("settings"), {f.name for f in dataclasses.fields(Settings)}
+    missing = [key for key in ("settings", "data", "versions", "step") if key not in state]
+    unknown = sorted(set(stored or ()) - known)
+    if missing or unknown:
+        what = (f"has no {missing[0]!r}: train.py did not write it" if missing else
+                f"has a setting {unknown[0]!r}: another version of xtrain wrote it")
+        raise Refused(f"--resume {source}: its state.json {what}; --init-from starts a new run "
+                      "from its weights")
+    return stored
+
+
 def resume_point(path):
-    """The checkpoint folder that --resume means."""
+    """The checkpoint folder that --resume means: of a run the newest that is whole."""
     if os.path.exists(os.path.join(path, "state.json")):
         return path
     steps = xtrain.checkpoints(path)
     if steps:
-        return list(steps.values())[-1]
+        newest = list(steps.values())[-1]
+        for number, other in xtrain.checkpoints(path, whole=False).items():
+            if number > max(steps):
+                tell(f"{other} is not whole (no config.json or no weights): going on from {newest}")
+        return newest
     what = "holds no checkpoint (step-00000001, ...)" if os.path.isdir(path) else "is no folder"
     if os.path.exists(os.path.join(path, "config.json")):
         what = "is a model without training state: --init-from starts a new run from its weights"
@@ -1345,7 +1363,8 @@ def prepare_folder(folder, run):
 def set_later_aside(folder, step):
     """Rename the checkpoints that are later than the step resumed from; keep a copy of the metrics.
     """
-    later = [path for number, path in xtrain.checkpoints(folder).items() if number > step]
+    every = xtrain.checkpoints(folder, whole=False)
+    later = [path for number, path in every.items() if number > step]
     for path in later + [os.path.join(folder, "metrics.jsonl")]*bool(later):
         aside = os.path.join(folder, f".later-{os.path.basename(path)}")
         xtrain.remove(aside)

@@ -1394,8 +1394,8 @@ def toml_flags(settings, path):
     return flags
 
 
-def checkpoints(folder):
-    """{step: path} of the complete checkpoints of a run folder, in rising order.
+def checkpoints(folder, whole=True):
+    """{step: path} of a run folder's checkpoints, of those that are whole or all, in rising order.
 
     A folder gets its name when it is complete (it is written under one that starts with a dot); a
     copy that was cut short shows in what it lacks.
@@ -1407,8 +1407,8 @@ def checkpoints(folder):
     found = {int(m[1]): os.path.join(folder, m[0])
              for m in (re.fullmatch(r"step-(\d{8,})", name) for name in names) if m}
     return {step: path for step, path in sorted(found.items())
-            if all(os.path.exists(os.path.join(path, name))
-                   for name in ("config.json", "model.safetensors"))}
+            if not whole or all(os.path.exists(os.path.join(path, name))
+                                for name in ("config.json", "model.safetensors"))}
 
 
 def find_model(path=None, runs="runs"):
