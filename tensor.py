@@ -476,7 +476,7 @@ def packed(t):
 
 def flat2(t):
     """A contiguous [..., n] as [rows, n]."""
-    return t.view((t.size//t.shape[-1] if t.shape[-1] else 0, t.shape[-1]))
+    return t.view((math.prod(t.shape[:-1]), t.shape[-1]))
 
 
 # ---- 4. Primitives -------------------------------------------------------------------------------
