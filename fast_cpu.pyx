@@ -157,10 +157,10 @@ cdef extern from *:
     #define ADD_WITHIN(s, x, row) s += (x) * row
     #define ADD(s, x, row) s += x * row
     #endif
-    #define TILE_ADD(sums, rows, a, down, b) do { \
+    #define TILE_ADD(sums, rows, a, b) do { \
         vf row_[NV], x_; EACH(1) row_[j] = ((const vf*)(b))[j]; \
-        EACH(rows) { if (WITHIN(i)) ADD_WITHIN(sums[i][j], (a)[i*(down)], row_[j]); \
-                     else { x_ = (a)[i*(down)] - VZERO; ADD(sums[i][j], x_, row_[j]); } } \
+        EACH(rows) { if (WITHIN(i)) ADD_WITHIN(sums[i][j], (a)[i], row_[j]); \
+                     else { x_ = (a)[i] - VZERO; ADD(sums[i][j], x_, row_[j]); } } \
         __asm__ volatile("" ::: "memory"); } while (0)  /* or loads are hoisted, and sums spilled */
     #define TILE_STORE(sums, rows, c, ldc, acc) do { \
         if (acc) { EACH(rows) ((vf*)((c) + i*(ldc)))[j] += sums[i][j]; } \
@@ -190,7 +190,7 @@ cdef extern from *:
     vf PAIR(vf, vf) noexcept nogil
     void prefetch(const void*) noexcept nogil
     void TILE_CLEAR(vf (*)[3], int) noexcept nogil
-    void TILE_ADD(vf (*)[3], int, const float*, Py_ssize_t, const float*) noexcept nogil
+    void TILE_ADD(vf (*)[3], int, const float*, const float*) noexcept nogil
     void TILE_STORE(vf (*)[3], int, float*, Py_ssize_t, bint) noexcept nogil
     void prefetch_write(const void*) noexcept nogil
     void prefetch_l2(const void*) noexcept nogil
@@ -985,12 +985,6 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 # neither the number of threads nor the position in a tile enters, so the bits are those of one
 # thread.
 
-cdef extern from *:
-    """
-    enum { STRIP = MR > 8 ? MR / 2 : MR };
-    """
-    enum: STRIP             # rows of A at a time where they are read in place
-
 cdef enum:
     KC = 512                # depth of a slice
     BLOCK_ROWS = 140        # rows of a block where B's panels are shared
@@ -1022,9 +1016,7 @@ cdef struct Product:
     uint32_t site, threshold    # threshold 0: no dropout
     float keep_scale
     # What follows from these, see lay_out()
-    bint split              # in parts
-    bint in_place           # A is read as it lies: one panel of columns does not pay for packing it
-                            # (transposed, rows a page apart, it does)
+    bint split
     idx mr, rows            # rows of a tile, panels of A
     idx halves, columns     # 2 if h is wanted; panels of B in each of so many halves
     idx depth, slices       # of K: none a sliver, 520 is 2*260, not 512 + 8
@@ -1046,7 +1038,6 @@ cdef void lay_out(Product* p) noexcept nogil:
     p.mr = SPLIT if p.split else MR
     p.rows, p.halves = parts(p.m, p.mr), 2 if p.h != NULL else 1
     p.columns = parts(p.n//p.halves, NR)
-    p.in_place = not p.ta and p.n == NR and p.halves == 1
     p.depth = most(1, parts(parts(p.k, slices), step)*step)
     p.slices = parts(p.k, p.depth)
     p.a_room = p.depth*SPLIT_ROOM if p.split else p.depth*MR + VL   # into which `pack` may spill
@@ -1147,7 +1138,7 @@ cdef void pack_rows(const Product* p, idx first, idx end, idx s, float* out) noe
         x = p.a + (pc*p.lda + i if p.ta else i*p.lda + pc)
         if p.split:
             pack_parts(x, p.lda, p.ta, kc, p.m - i, p.ta, out)
-        elif not p.in_place or p.m - i < MR:
+        else:
             pack(x, p.lda, p.ta, kc, p.m - i, MR, out)
         out = out + p.a_room
 
@@ -1186,14 +1177,14 @@ cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ld
             prefetch_l2(y + NR//2)
             prefetch_l2(y + NR - 1)
             y = y + step
-        TILE_ADD(sums, MR, a, 1, b)
-        TILE_ADD(sums, MR, a + MR, 1, b + NR)
-        TILE_ADD(sums, MR, a + 2*MR, 1, b + 2*NR)
-        TILE_ADD(sums, MR, a + 3*MR, 1, b + 3*NR)
+        TILE_ADD(sums, MR, a, b)
+        TILE_ADD(sums, MR, a + MR, b + NR)
+        TILE_ADD(sums, MR, a + 2*MR, b + 2*NR)
+        TILE_ADD(sums, MR, a + 3*MR, b + 3*NR)
         a = a + 4*MR
         b = b + 4*NR
     for k in range(kc % 4):
-        TILE_ADD(sums, MR, a, 1, b)
+        TILE_ADD(sums, MR, a, b)
         a = a + MR
         b = b + NR
     TILE_STORE(sums, MR, c, ldc, acc)
@@ -1206,30 +1197,10 @@ cdef inline void low_tile(const int rows, idx kc, const float* a, const float* b
     cdef idx k
     TILE_CLEAR(sums, rows)
     for k in range(kc):
-        TILE_ADD(sums, rows, a, 1, b)
+        TILE_ADD(sums, rows, a, b)
         a = a + MR
         b = b + NR
     TILE_STORE(sums, rows, c, NR, False)
-
-
-cdef void tile_in_place(idx kc, const float* a, idx lda, const float* b, float* c, idx ldc,
-                        bint acc) noexcept nogil:
-    """register_tile for an A that nobody packed, [MR, kc] with rows lda apart.
-
-    STRIP rows at a time: more would need more addresses than there are registers for them.
-    """
-    cdef vf sums[8][3]
-    cdef const float* x
-    cdef const float* y
-    cdef idx i, k
-    for i in range(MR//STRIP):
-        x, y = a + i*STRIP*lda, b
-        TILE_CLEAR(sums, STRIP)
-        for k in range(kc):
-            TILE_ADD(sums, STRIP, x, lda, y)
-            x = x + 1
-            y = y + NR
-        TILE_STORE(sums, STRIP, c + i*STRIP*ldc, ldc, acc)
 
 
 cdef void merge(const float* tile, float* c, idx ldc, bint acc, idx rows, idx cols) noexcept nogil:
@@ -1376,8 +1347,6 @@ cdef void multiply_panel(const Product* p, const Part* have, idx first, idx end,
         if p.split:
             split_tile(parts(kc, SPLIT), a, b, c, p.ldc, acc, rows, cols, y, step,
                        parts(ahead*SPLIT, kc))
-        elif rows == MR and p.in_place:
-            tile_in_place(kc, p.a + (first + t)*MR*p.lda + pc, p.lda, b, c, p.ldc, acc)
         elif rows == MR and cols == NR:
             register_tile(kc, a, b, c, p.ldc, acc, y, step, ahead)
         else:
@@ -1472,9 +1441,8 @@ cdef Plan share(const Product* p, int threads) noexcept nogil:
     plan.deep = least(p.slices, most(1, NC*KC//slice)) if plan.a or plan.b else p.slices
     plan.room = plan.deep*slice if plan.a or plan.b else 0
     plan.ranges = least(p.columns, TASKS*threads) if plan.a else 1
-    # of at least four panels, if that leaves every thread one: each block reads all of B
-    plan.blocks = 1 if plan.a else least(p.rows, most(
-        parts(p.rows*p.mr, BLOCK_ROWS), most(threads, least(TASKS*threads, p.rows//4))))
+    plan.blocks = 1 if plan.a else least(p.rows, most(parts(p.rows*p.mr, BLOCK_ROWS),
+                                                      TASKS*threads))
     return plan
 
 
