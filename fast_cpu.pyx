@@ -103,7 +103,9 @@ cdef extern from *:
     #else
     #define huge_pages(p, n) 0
     #endif
-    /* Tiles of bf16 with fp32 sums: 0 to 3 are sums, 4 and 5 rows of A, 6 and 7 columns of B */
+    /* Tiles of bf16 with fp32 sums: 0 and 1 are sums, 2 rows of A, 3 and 4 columns of B.  No more,
+       or AMX crawls beside a busy hyper-thread, which takes half of the physical tiles: with 8 tiles
+       in use a multiply takes 27 ns there and with these 9; alone 7.4 and 7.9. */
     #if defined(__AMX_BF16__)
     #include <immintrin.h>
     enum { WITH_AMX = 1 };
@@ -112,16 +114,12 @@ cdef extern from *:
             shape = {1, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}}; \
         _tile_loadconfig(&shape); } while (0)
     #define AMX_CLOSE() _tile_release()
-    #define AMX_ZERO() do { \
-        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); } while (0)
-    #define AMX_A(p) do { _tile_loadd(4, p, 64); _tile_loadd(5, (p) + 256, 64); } while (0)
-    #define AMX_B(p) do { _tile_loadd(6, p, 64); _tile_loadd(7, (p) + 256, 64); } while (0)
-    #define AMX_ADD() do { _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); \
-        _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); } while (0)
+    #define AMX_ZERO() do { _tile_zero(0); _tile_zero(1); } while (0)
+    #define AMX_A(p) _tile_loadd(2, p, 64)
+    #define AMX_B(p) do { _tile_loadd(3, p, 64); _tile_loadd(4, (p) + 256, 64); } while (0)
+    #define AMX_ADD() do { _tile_dpbf16ps(0, 2, 3); _tile_dpbf16ps(1, 2, 4); } while (0)
     #define AMX_STORE(c, ld) do { \
-        _tile_stored(0, c, 4*(ld)); _tile_stored(1, (c) + 16, 4*(ld)); \
-        _tile_stored(2, (c) + 16*(ld), 4*(ld)); _tile_stored(3, (c) + 16*(ld) + 16, 4*(ld)); \
-        } while (0)
+        _tile_stored(0, c, 4*(ld)); _tile_stored(1, (c) + 16, 4*(ld)); } while (0)
     #else
     enum { WITH_AMX = 0 };
     #define AMX_OPEN() (void)0
@@ -996,11 +994,12 @@ cdef enum:
     PARALLEL_FROM = 1 << 20 # multiply-adds below which one thread is faster than a team
     THIN = 4                # rows of the low register tiles, or twice as many; 8 sums still hide
                             # the latency, and one token's products consist of these
-    SPLIT = 32              # rows and columns of a tile in parts, and k of a step
+    SPLIT = 32              # columns of a tile in parts, and k of a step
+    SPLIT_ROWS = 16         # its rows
     SPLIT_FROM = 16         # rows from which on a product is one of panels: fewer are bound by
                             # reading B; and, where there is AMX, is computed in parts
     SPLIT_COLUMNS = 256     # columns that pay for packing parts, 0.2 ns an element of A more
-    SPLIT_ROOM = 48         # floats that 32 elements in three parts of 2 bytes take
+    SPLIT_ROOM = 24         # floats that 16 elements in three parts of 2 bytes take
 
 cdef struct Product:
     const float* a          # [m, k], or [k, m] if ta
@@ -1035,13 +1034,13 @@ cdef void lay_out(Product* p) noexcept nogil:
     cdef idx slices = most(1, parts(p.k, KC)), step
     p.split = WITH_AMX and p.m >= SPLIT_FROM and p.n >= SPLIT_COLUMNS
     step = SPLIT if p.split else 1
-    p.mr = SPLIT if p.split else MR
+    p.mr = SPLIT_ROWS if p.split else MR
     p.rows, p.halves = parts(p.m, p.mr), 2 if p.h != NULL else 1
     p.columns = parts(p.n//p.halves, NR)
     p.depth = most(1, parts(parts(p.k, slices), step)*step)
     p.slices = parts(p.k, p.depth)
     p.a_room = p.depth*SPLIT_ROOM if p.split else p.depth*MR + VL   # into which `pack` may spill
-    p.b_room = p.depth*SPLIT_ROOM if p.split else p.depth*NR
+    p.b_room = p.depth*2*SPLIT_ROOM if p.split else p.depth*NR
 
 
 cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
@@ -1079,15 +1078,20 @@ cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
         k += 1
 
 
+cdef inline idx tiles_of(bint across, bint turn) noexcept nogil:
+    """Tiles side by side in a panel: A has 16 rows, B 32 columns."""
+    return 1 if across == turn else 2
+
+
 cdef inline void split_step(const bint full, const bint across, const bint turn, const float* x,
                             idx ld, idx kc, idx rows, float* out) noexcept nogil:
     """One step of pack_parts, `kc` k and `rows` rows of it there, if not `full`."""
     cdef float words[3*256]
     cdef vf u, v, x_u, x_v
-    cdef idx t, i, s, left
+    cdef idx t, i, s, left, tiles = tiles_of(across, turn)
     cdef const float* y
     cdef float* w
-    for t in range(2):
+    for t in range(tiles):
         w = &words[0] if turn else out + 256*t
         for i in range(16):
             if across:
@@ -1101,22 +1105,22 @@ cdef inline void split_step(const bint full, const bint across, const bint turn,
                 u, v = load(y, left), load(y + 16, 16 if full else most(0, left - 16))
             for s in range(3):
                 x_u, x_v = UPPER(u), UPPER(v)
-                (<vf*>(w + (256 if turn else 512)*s + 16*i))[0] = PAIR(x_u, x_v)
+                (<vf*>(w + 256*s*(1 if turn else tiles) + 16*i))[0] = PAIR(x_u, x_v)
                 u, v = u - x_u, v - x_v
         for s in range(3 if turn else 0):
-            transpose_tile(words + 256*s, 16, 16, out + (2*s + t)*256, 16)
+            transpose_tile(words + 256*s, 16, 16, out + (tiles*s + t)*256, 16)
 
 
 cdef void pack_parts(const float* x, idx ld, bint across, idx kc, idx rows, bint turn,
                      float* out) noexcept nogil:
-    """Pack up to 32 of the matrix's remaining `rows`, in three parts, zero-padded.
+    """Pack up to 16 (of A) or 32 (of B) of the matrix's remaining `rows`, in three parts, zero-padded.
 
-    A step of 32 k is, part after part, two tiles of 16 x 16 words, a word holding k and k + 16.
+    A step of 32 k is, part after part, tiles of 16 x 16 words, a word holding k and k + 16.
     A's tiles have a row a row, B's a column a column, of words: what comes the other way is turned.
     """
-    cdef idx k = 0
+    cdef idx k = 0, tiles = tiles_of(across, turn)
     while k < kc:
-        if rows < 32 or kc - k < 32:
+        if rows < 16*tiles or kc - k < 32:
             split_step(False, across, turn, x, ld, kc - k, rows, out)
         elif across and turn:
             split_step(True, True, True, x, ld, 32, 32, out)
@@ -1126,7 +1130,7 @@ cdef void pack_parts(const float* x, idx ld, bint across, idx kc, idx rows, bint
             split_step(True, False, True, x, ld, 32, 32, out)
         else:
             split_step(True, False, False, x, ld, 32, 32, out)
-        x, out, k = x + (32*ld if across else 32), out + 6*256, k + 32
+        x, out, k = x + (32*ld if across else 32), out + 3*256*tiles, k + 32
 
 
 cdef void pack_rows(const Product* p, idx first, idx end, idx s, float* out) noexcept nogil:
@@ -1237,12 +1241,12 @@ cdef void split_tile(idx steps, const float* a, const float* b, float* c, idx ld
                      idx rows, idx cols, const float* y, idx step, idx count) noexcept nogil:
     """The tile in parts: C[rows, cols] (+)= one panel of A times one of B, both of 32 a step.
 
-    The six products of a step go from the smallest to the largest, in an order that loads a pair
-    of tiles anew only 7 times.  Fetched on the way as in register_tile.
+    The six products of a step go from the smallest to the largest, in an order that loads an
+    operand anew only 7 times.  Fetched on the way as in register_tile.
     """
     cdef float tile[TILE_MAX]
     cdef float* z = c
-    cdef idx k, i, each = parts(SPLIT, steps)
+    cdef idx k, i, each = parts(SPLIT_ROWS, steps)
     AMX_ZERO()
     for k in range(steps):
         for i in range(each):
@@ -1260,17 +1264,17 @@ cdef void split_tile(idx steps, const float* a, const float* b, float* c, idx ld
         AMX_ADD()                       # a1 b3
         AMX_B(b + 2*256)
         AMX_ADD()                       # a1 b2
-        AMX_A(a + 2*256)
+        AMX_A(a + 256)
         AMX_ADD()                       # a2 b2
         AMX_B(b)
         AMX_ADD()                       # a2 b1
-        AMX_A(a + 4*256)
+        AMX_A(a + 2*256)
         AMX_ADD()                       # a3 b1
         AMX_A(a)
         AMX_ADD()                       # a1 b1
-        a = a + 6*256
+        a = a + 3*256
         b = b + 6*256
-    if rows == SPLIT and cols == SPLIT and not acc:
+    if rows == SPLIT_ROWS and cols == SPLIT and not acc:
         AMX_STORE(c, ldc)
     else:
         AMX_STORE(tile, SPLIT)
