@@ -115,6 +115,8 @@ cdef extern from *:
         _tile_loadconfig(&shape); } while (0)
     #define AMX_CLOSE() _tile_release()
     #define AMX_ZERO() do { _tile_zero(0); _tile_zero(1); } while (0)
+    #define AMX_LOAD(c, ld) do { \
+        _tile_loadd(0, c, 4*(ld)); _tile_loadd(1, (c) + 16, 4*(ld)); } while (0)
     #define AMX_A(p) _tile_loadd(2, p, 64)
     #define AMX_B(p) do { _tile_loadd(3, p, 64); _tile_loadd(4, (p) + 256, 64); } while (0)
     #define AMX_ADD() do { _tile_dpbf16ps(0, 2, 3); _tile_dpbf16ps(1, 2, 4); } while (0)
@@ -125,6 +127,7 @@ cdef extern from *:
     #define AMX_OPEN() (void)0
     #define AMX_CLOSE() (void)0
     #define AMX_ZERO() (void)0
+    #define AMX_LOAD(c, ld) (void)(c)
     #define AMX_A(p) (void)(p)
     #define AMX_B(p) (void)(p)
     #define AMX_ADD() (void)0
@@ -179,6 +182,7 @@ cdef extern from *:
     void AMX_OPEN() noexcept nogil
     void AMX_CLOSE() noexcept nogil
     void AMX_ZERO() noexcept nogil
+    void AMX_LOAD(const float*, Py_ssize_t) noexcept nogil
     void AMX_A(const float*) noexcept nogil
     void AMX_B(const float*) noexcept nogil
     void AMX_ADD() noexcept nogil
@@ -1237,12 +1241,28 @@ cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, b
     merge(whole, c, ldc, acc, rows, cols)
 
 
+cdef inline void six_products(const float* a, const float* b) noexcept nogil:
+    """A step of a tile in parts, from the smallest product to the largest; 7 operands are loaded."""
+    AMX_A(a)
+    AMX_B(b + 4*256)
+    AMX_ADD()                       # a1 b3
+    AMX_B(b + 2*256)
+    AMX_ADD()                       # a1 b2
+    AMX_A(a + 256)
+    AMX_ADD()                       # a2 b2
+    AMX_B(b)
+    AMX_ADD()                       # a2 b1
+    AMX_A(a + 2*256)
+    AMX_ADD()                       # a3 b1
+    AMX_A(a)
+    AMX_ADD()                       # a1 b1
+
+
 cdef void split_tile(idx steps, const float* a, const float* b, float* c, idx ldc, bint acc,
                      idx rows, idx cols, const float* y, idx step, idx count) noexcept nogil:
     """The tile in parts: C[rows, cols] (+)= one panel of A times one of B, both of 32 a step.
 
-    The six products of a step go from the smallest to the largest, in an order that loads an
-    operand anew only 7 times.  Fetched on the way as in register_tile.
+    Fetched on the way as in register_tile.
     """
     cdef float tile[TILE_MAX]
     cdef float* z = c
@@ -1259,19 +1279,7 @@ cdef void split_tile(idx steps, const float* a, const float* b, float* c, idx ld
             prefetch_l2(y + NR//2)
             prefetch_l2(y + NR - 1)
             y = y + step
-        AMX_A(a)
-        AMX_B(b + 4*256)
-        AMX_ADD()                       # a1 b3
-        AMX_B(b + 2*256)
-        AMX_ADD()                       # a1 b2
-        AMX_A(a + 256)
-        AMX_ADD()                       # a2 b2
-        AMX_B(b)
-        AMX_ADD()                       # a2 b1
-        AMX_A(a + 2*256)
-        AMX_ADD()                       # a3 b1
-        AMX_A(a)
-        AMX_ADD()                       # a1 b1
+        six_products(a, b)
         a = a + 3*256
         b = b + 6*256
     if rows == SPLIT_ROWS and cols == SPLIT and not acc:
@@ -2178,17 +2186,23 @@ def embed_backward(size_t tokens, size_t order, size_t dy, size_t dw, idx n, idx
 # leaves one mechanism for every length, stride and head size, and rows a power of two apart no
 # longer push one another out of the cache.
 #
-# All seven products share one register tile of AR rows by two vectors: 8 x 2 sums cover the latency
-# of two FMA a cycle (2 x 4), and 6 x 2 is what 16 registers hold.  While rows go by, a panel two
-# vectors wide (8 to 16 KB) stays in the first-level cache of 32 to 48 KB.  TILE queries x KEYS keys
-# are 64 x 128 or 48 x 96; all that such a tile of backward touches, 270 KB at head size 64 and 480
-# at 128, fits the second level of 1 to 2 MB.
+# All seven products go through `multiply`, from a Left and a Right operand, on one register tile of
+# AR rows by two vectors: 8 x 2 sums cover the latency of two FMA a cycle (2 x 4), and 6 x 2 is what
+# 16 registers hold; with AMX in parts, for which the operands are packed as in section 6.  What is
+# made tile by tile, p and ds, is packed as a right operand wherever it can be, which costs half of a
+# left one that comes transposed: so o and dq are computed transposed, o^T = v^T p.
+#
+# While rows go by, a panel two vectors wide (8 to 16 KB) stays in the first-level cache of 32 to 48
+# KB.  TILE queries x KEYS keys are 64 x 128 or 48 x 96; all that such a tile of backward touches, 270
+# KB at head size 64 and 480 at 128, fits the second level of 1 to 2 MB.
 
 cdef extern from *:
     """
     enum { AR = MR < 8 ? MR : 8, AL = 2 * VL, TILE = 8 * AR, KEYS = 2 * TILE };
+    enum { TALL = WITH_AMX ? 16 : AR };
     """
     enum: AR, AL, TILE, KEYS
+    enum: TALL                      # rows of a register tile
 
 cdef enum:
     FAR = 1 << 30                   # a distance to the diagonal that hides nothing
@@ -2257,50 +2271,129 @@ cdef inline void scale_row(const float* x, float factor, float* y, idx n) noexce
         j += VL
 
 
-cdef void flip(const float* x, idx width, float* y) noexcept nogil:
-    """y[width, TILE] = transpose of x[TILE, width]: scores are vectors of queries."""
+cdef void flip(const float* x, idx rows, idx cols, float* y) noexcept nogil:
+    """y[cols, rows] = transpose of x[rows, cols], both in whole vectors."""
     cdef idx i, j
-    for i in range(TILE//VL):
-        for j in range(width//VL):
-            transpose_tile(x + i*VL*width + j*VL, width, VL, y + j*VL*TILE + i*VL, TILE)
+    for i in range(rows//VL):
+        for j in range(cols//VL):
+            transpose_tile(x + i*VL*cols + j*VL, cols, VL, y + j*VL*rows + i*VL, rows)
 
 
-cdef void multiply(idx rows, idx cols, idx depth, const float* a, idx row, idx step,
-                   const float* b, idx ldb, float* c, idx ldc, bint add, idx first,
-                   idx last) noexcept nogil:
-    """c[i, j] (+)= sum over t < depth of a[i*row + t*step]*b[t*ldb + j], by register tiles.
+# An operand of `multiply`.  As it lies: element (i, t) of the left one at x[i*row + t*step], (t, j)
+# of the right one at x[t*step + j].  With AMX: packed in parts, panels of 16 rows or 32 columns that
+# are `row` floats apart.
+cdef struct Operand:
+    const float* x
+    idx row, step
 
-    The register tile at row r takes t from r + first to r + last + AR only: outside, a is known to
-    be 0.  Rows and columns are rounded up to whole register tiles; there must be memory for that.
-    (row, step) is (ld, 1) for a matrix as it lies and (1, ld) for its transpose.  A sum takes t in
+
+cdef inline idx packed_room(idx n) noexcept nogil:
+    """Floats that n elements of an operand take: three parts of half a float with AMX."""
+    return n*3//2 if WITH_AMX else n
+
+
+cdef Operand left(const float* x, idx row, idx step, idx rows, idx depth,
+                  float* room) noexcept nogil:
+    """x[i*row + t*step], one of row and step being 1, as a left operand of depth t."""
+    cdef Operand made
+    cdef idx i
+    made.x, made.row, made.step = x, row, step
+    if WITH_AMX:
+        made.x, made.row = room, parts(depth, SPLIT)*SPLIT*SPLIT_ROOM
+        for i in range(parts(rows, SPLIT_ROWS)):
+            pack_parts(x + i*SPLIT_ROWS*row, row*step, row == 1, depth, rows - i*SPLIT_ROWS,
+                       row == 1, room + i*made.row)
+    return made
+
+
+cdef Operand right(const float* x, idx ld, bint turned, idx cols, idx depth,
+                   float* room) noexcept nogil:
+    """x [depth, cols], or [cols, depth] if turned (which takes whole tiles), as a right operand."""
+    cdef Operand made
+    cdef idx j
+    made.x, made.row, made.step = x, 0, ld
+    if WITH_AMX:
+        made.x, made.row = room, parts(depth, SPLIT)*SPLIT*2*SPLIT_ROOM
+        for j in range(parts(cols, SPLIT)):
+            pack_parts(x + j*SPLIT*(ld if turned else 1), ld, not turned, depth, cols - j*SPLIT,
+                       turned, room + j*made.row)
+    elif turned:
+        flip(x, TILE, ld, room)
+        made.x, made.step = room, TILE
+    return made
+
+
+cdef inline Operand rows_from(Operand a, idx i) noexcept nogil:
+    """A left operand without its first i rows, whole panels."""
+    a.x = a.x + (i//SPLIT_ROWS if WITH_AMX else i)*a.row
+    return a
+
+
+cdef inline Operand columns_from(Operand b, idx j) noexcept nogil:
+    """A right operand without its first j columns, whole panels."""
+    b.x = b.x + (j//SPLIT*b.row if WITH_AMX else j)
+    return b
+
+
+cdef void multiply(idx rows, idx cols, idx depth, Operand a, Operand b, float* c, idx ldc, bint add,
+                   idx first) noexcept nogil:
+    """c[i, j] (+)= sum over t < depth of a[i, t] b[t, j], by register tiles.
+
+    The register tile at row r may leave out t below r + first: there a is known to be 0.  Rows and
+    columns are rounded up to whole register tiles; there must be memory for that.  A sum takes t in
     ascending order, with `add` going on from c.
     """
+    cdef idx r = 0, j, low
+    while r < rows:
+        j, low = 0, least(depth, most(0, r + first))
+        while j < cols:
+            if WITH_AMX:
+                low = low//SPLIT
+                parts_tile(parts(depth, SPLIT) - low, a.x + low*SPLIT*SPLIT_ROOM,
+                           b.x + j//SPLIT*b.row + low*SPLIT*2*SPLIT_ROOM, c + j, ldc, add)
+                low = low*SPLIT
+            else:
+                strided_tile(depth - low, a.x + low*a.step, a.row, a.step, b.x + low*b.step + j,
+                             b.step, c + j, ldc, add)
+            j += AL
+        a, c = rows_from(a, TALL), c + TALL*ldc
+        r += TALL
+
+
+cdef void strided_tile(idx depth, const float* a, idx row, idx step, const float* b, idx ldb,
+                       float* c, idx ldc, bint add) noexcept nogil:
+    """c[AR, AL] (+)= sum over t < depth of a[i*row + t*step] b[t*ldb + j]."""
     cdef vf sums[AR][2]             # stays in registers because the loops over it lie inside others
     cdef vf b0, b1
-    cdef const float* x
-    cdef const float* y
-    cdef float* z
-    cdef idx r = 0, j, i, t, low, high
-    while r < rows:
-        low, high = most(0, r + first), least(depth, r + last + AR)
-        j = 0
-        while j < cols:
-            x, y, z = a + r*row + low*step, b + low*ldb + j, c + r*ldc + j
-            for i in range(AR):
-                sums[i][0] = (<const vf*>(z + i*ldc))[0] if add else VZERO
-                sums[i][1] = (<const vf*>(z + i*ldc))[1] if add else VZERO
-            for t in range(low, high):
-                b0, b1 = (<const vf*>y)[0], (<const vf*>y)[1]
-                for i in range(AR):
-                    sums[i][0] = sums[i][0] + x[i*row]*b0
-                    sums[i][1] = sums[i][1] + x[i*row]*b1
-                x += step
-                y += ldb
-            for i in range(AR):
-                (<vf*>(z + i*ldc))[0] = sums[i][0]
-                (<vf*>(z + i*ldc))[1] = sums[i][1]
-            j += AL
-        r += AR
+    cdef idx i, t
+    for i in range(AR):
+        sums[i][0] = (<const vf*>(c + i*ldc))[0] if add else VZERO
+        sums[i][1] = (<const vf*>(c + i*ldc))[1] if add else VZERO
+    for t in range(depth):
+        b0, b1 = (<const vf*>b)[0], (<const vf*>b)[1]
+        for i in range(AR):
+            sums[i][0] = sums[i][0] + a[i*row]*b0
+            sums[i][1] = sums[i][1] + a[i*row]*b1
+        a += step
+        b += ldb
+    for i in range(AR):
+        (<vf*>(c + i*ldc))[0] = sums[i][0]
+        (<vf*>(c + i*ldc))[1] = sums[i][1]
+
+
+cdef void parts_tile(idx steps, const float* a, const float* b, float* c, idx ldc,
+                     bint add) noexcept nogil:
+    """c[SPLIT_ROWS, SPLIT] (+)= a panel of a left operand times one of a right, in parts."""
+    cdef idx k
+    if add:
+        AMX_LOAD(c, ldc)
+    else:
+        AMX_ZERO()
+    for k in range(steps):
+        six_products(a, b)
+        a = a + SPLIT*SPLIT_ROOM
+        b = b + SPLIT*2*SPLIT_ROOM
+    AMX_STORE(c, ldc)
 
 
 # From here on a tile is `queries` x `keys`, and its query i sees its keys j <= i + shift.
@@ -2310,18 +2403,35 @@ cdef inline idx seen(idx lane, idx keys, idx shift) noexcept nogil:
     return most(0, least(keys, lane + AL + shift))
 
 
-cdef void scores(const float* k, const float* qt, float* s, const Attention* a, idx queries,
-                 idx keys, idx shift) noexcept nogil:
-    """s[key][query] = k q^T down to the diagonal, in whole register tiles.
+cdef void scores(Operand k, Operand q, float* s, const Attention* a, idx queries, idx keys,
+                 idx shift) noexcept nogil:
+    """s[key][query] = k q^T down to the diagonal, in whole register tiles; s is [KEYS, TILE].
 
-    k [keys, wide] as staged, qt [wide, TILE] = (scale q)^T, s [KEYS, TILE].  Keys that
-    none of AL queries sees are left out; softmax_tile and gradient_tile put zeros there.
+    Keys that none of AL queries sees are left out; softmax_tile and gradient_tile put zeros there.
     """
     cdef idx lane = 0
     while lane < queries:
-        multiply(seen(lane, keys, shift), AL, a.dim, k, a.wide, 1, qt + lane, TILE, s + lane, TILE,
-                 False, -FAR, FAR)
+        multiply(seen(lane, keys, shift), AL, a.dim, k, columns_from(q, lane), s + lane, TILE,
+                 False, -FAR)
         lane += AL
+
+
+cdef void gather(Operand v, Operand p, float* ot, const Attention* a, idx queries, idx keys,
+                 idx shift, bint add) noexcept nogil:
+    """o^T[wide, TILE] (+)= v^T p, each AL queries from the keys that they see."""
+    cdef idx lane = 0
+    while lane < queries:
+        multiply(a.wide, AL, seen(lane, keys, shift), v, columns_from(p, lane), ot + lane, TILE,
+                 add, -FAR)
+        lane += AL
+
+
+cdef inline void fade_columns(float* ot, const float* fade, idx wide) noexcept nogil:
+    """o^T[:, query] *= fade[query]."""
+    cdef idx i, j
+    for i in range(wide):
+        for j in range(0, TILE//VL):
+            (<vf*>(ot + i*TILE))[j] = (<vf*>(ot + i*TILE))[j]*(<const vf*>fade)[j]
 
 
 cdef void hide(float* s, float value, idx lane, idx keys, idx shift) noexcept nogil:
@@ -2371,39 +2481,59 @@ cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, i
         lane += AL
 
 
-cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, const float* k, const float* v,
+cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Operand v,
                        float* room) noexcept nogil:
-    """o and L of at most TILE queries from q0 on, of one head; k and v staged from key 0 on."""
+    """o and L of at most TILE queries from q0 on, of one head; k, and v^T a KEYS at a time."""
     cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq
     cdef idx wide = a.wide, tile = TILE*wide
-    cdef idx end = ahead + queries, k0 = 0, keys, shift, i, j
-    # The thread's scratch: q, o [TILE, wide], qt [wide, TILE], s [KEYS, TILE], m, l, fade [TILE]
+    cdef idx end = ahead + queries, k0 = 0, keys, shift, i
+    cdef Operand qt, p
+    # The thread's scratch: q [TILE, wide], o^T [wide, TILE], s [KEYS, TILE], m, l, fade [TILE]
     cdef float* q = room
-    cdef float* qt = room + tile
-    cdef float* o = room + 2*tile
-    cdef float* s = room + 3*tile
+    cdef float* ot = room + tile
+    cdef float* s = room + 2*tile
     cdef float* m = s + KEYS*TILE
     cdef float* l = m + TILE
     cdef float* fade = l + TILE
+    cdef float* packed = fade + TILE            # q^T, then p
     stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale, q, TILE, wide)
-    flip(q, wide, qt)
+    qt = right(q, wide, True, queries, a.dim, packed)
     for i in range(TILE):
         m[i] = <float>-1e30                     # finite: m - m is no NaN where nothing is visible
     memset(l, 0, TILE*sizeof(float))
-    memset(o, 0, tile*sizeof(float))
+    memset(ot, 0, tile*sizeof(float))           # queries that see nothing, or are not there
     while k0 < end:
         keys, shift = least(KEYS, end - k0), ahead - k0
-        scores(k + k0*wide, qt, s, a, queries, keys, shift)
+        scores(rows_from(k, k0), qt, s, a, queries, keys, shift)
         softmax_tile(s, m, l, fade, queries, keys, shift)
-        for i in range(queries):
-            if fade[i] != 1:                    # the later the keys, the rarer a new maximum
-                scale_row(o + i*wide, fade[i], o + i*wide, wide)
-        multiply(queries, wide, keys, s, 1, TILE, v + k0*wide, wide, o, wide, True, -FAR, shift)
+        if k0:
+            fade_columns(ot, fade, wide)
+        p = right(s, TILE, False, queries, keys, packed + packed_room(tile))
+        gather(block_from(v, k0, wide), p, ot, a, queries, keys, shift, k0 > 0)
         k0 += KEYS
+    flip(ot, wide, TILE, q)
     # One division a row at the very end; a query that saw nothing has l = 0: L = -inf and o = 0
     for i in range(queries):
         a.lse[(b*a.heads + h)*a.sq + q0 + i] = m[i] + logf(l[i])
-        scale_row(o + i*wide, 0 if l[i] == 0 else 1/l[i], at(&a.o, b, q0 + i, h), a.dim)
+        scale_row(q + i*wide, 0 if l[i] == 0 else 1/l[i], at(&a.o, b, q0 + i, h), a.dim)
+
+
+cdef inline Operand block_from(Operand a, idx k0, idx wide) noexcept nogil:
+    """Of a transposed left operand, packed block by block of KEYS, the block from key k0 on."""
+    a.x = a.x + (k0//KEYS*(wide//SPLIT_ROWS)*a.row if WITH_AMX else k0*wide)
+    return a
+
+
+cdef Operand left_blocks(const float* x, const Attention* a, idx keys, float* room) noexcept nogil:
+    """x [keys, wide] transposed, as left operands of KEYS keys each; see block_from."""
+    cdef Operand made
+    cdef idx k0 = 0
+    made.x, made.row, made.step = x, 1, a.wide
+    while WITH_AMX and k0 < keys:
+        made = left(x + k0*a.wide, 1, a.wide, a.wide, KEYS, room + packed_room(k0*a.wide))
+        k0 += KEYS
+    made.x = room if WITH_AMX else x
+    return made
 
 
 cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, idx last,
@@ -2411,12 +2541,20 @@ cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, idx last,
     """o and L of the queries q0 .. last of one head, for which k and v are staged once."""
     cdef idx g = h//(a.heads//a.kv_heads)
     cdef idx keys = most(0, last + a.sk - a.sq), size = a.keys*a.wide
-    cdef idx height = least(a.keys, keys + AR)  # scores read whole register tiles of k
+    cdef idx height = parts(keys, KEYS)*KEYS    # products read whole register tiles and blocks
+    cdef float* packed = room + 2*size
+    cdef Operand k, v
     stage(at(&a.k, b, 0, g), a.k.position, keys, a.dim, 1, room, height, a.wide)
-    stage(at(&a.v, b, 0, g), a.v.position, keys, a.dim, 1, room + size, keys, a.wide)
+    stage(at(&a.v, b, 0, g), a.v.position, keys, a.dim, 1, room + size, height, a.wide)
+    if WITH_AMX:
+        AMX_OPEN()
+    k = left(room, a.wide, 1, keys, a.dim, packed)
+    v = left_blocks(room + size, a, keys, packed + packed_room(size))
     while q0 < last:
-        forward_tile(a, b, h, q0, room, room + size, room + 2*size)
+        forward_tile(a, b, h, q0, k, v, packed + (2*packed_room(size) if WITH_AMX else 0))
         q0 += TILE
+    if WITH_AMX:
+        AMX_CLOSE()
 
 
 cdef void one_query(const Attention* a, idx b, idx h, float* room) noexcept nogil:
@@ -2475,8 +2613,11 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     # often k and v are staged (of the time at 4 heads of 2,048: 7 % in tasks of 4 tiles)
     cdef idx step = TILE*most(1, least(tiles, heads*tiles//(TASKS*threads)))
     cdef idx chunks = parts(a.sq, step), tasks = heads*chunks, t, first
-    # Per thread: k and v; q, q^T and o; s; m, l and fade.  One query: q, o and s
-    cdef idx size = 2*a.keys*a.wide + 3*TILE*a.wide + KEYS*TILE + 3*TILE
+    # Per thread: k and v, also packed; q and o^T; s; m, l and fade; q^T and p packed.  One query: q,
+    # o and s
+    cdef idx size = (2*a.keys*a.wide + 2*(packed_room(a.keys*a.wide) if WITH_AMX else 0)
+                     + 2*TILE*a.wide + KEYS*TILE + 3*TILE
+                     + packed_room(TILE*a.wide) + packed_room(KEYS*TILE))
     if a.sq == 1 and a.sk > 0:
         size = 2*a.wide + a.keys
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
@@ -2532,43 +2673,50 @@ cdef void gradient_tile(float* p, float* ds, const float* lse, const float* delt
         lane += AL
 
 
-cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, const float* k, const float* v,
+cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Operand v, Operand kt,
                         float* dk, float* dv, float* room) noexcept nogil:
     """dq of at most TILE queries from q0 on, of one head; adds their part of dk and dv."""
     cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq
-    cdef idx wide = a.wide, tile = TILE*wide
+    cdef idx wide = a.wide, tile = TILE*wide, each = packed_room(tile)
     # Whole register tiles of keys: the odd ones lie in every query's future and get p = ds = 0.
-    cdef idx end = (ahead + queries + AR - 1)//AR*AR, k0 = 0, keys, shift, i, j
-    # Scratch: q, dy, dq [TILE, wide], qt, dyt [wide, TILE], p, ds [KEYS, TILE], lse, delta [TILE]
+    cdef idx end = (ahead + queries + AR - 1)//AR*AR, k0 = 0, keys, shift, i
+    cdef Operand qt, dyt, q_rows, dy_rows
+    # Scratch: q, dy [TILE, wide], dq^T [wide, TILE], p, ds [KEYS, TILE], lse, delta [TILE]
     cdef float* q = room
-    cdef float* qt = room + tile
-    cdef float* dy = room + 2*tile
-    cdef float* dyt = room + 3*tile
-    cdef float* dq = room + 4*tile              # holds o until delta is known
-    cdef float* p = room + 5*tile
+    cdef float* dy = room + tile
+    cdef float* dqt = room + 2*tile             # holds o until delta is known
+    cdef float* p = room + 3*tile
     cdef float* ds = p + KEYS*TILE
     cdef float* lse = ds + KEYS*TILE
     cdef float* delta = lse + TILE
+    cdef float* packed = delta + TILE           # q^T, dy^T, q, dy; p or ds
+    cdef float* weights = packed + 4*each
     stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale, q, TILE, wide)
     stage(at(&a.dy, b, q0, h), a.dy.position, queries, a.dim, 1, dy, TILE, wide)
-    stage(at(&a.o, b, q0, h), a.o.position, queries, a.dim, 1, dq, TILE, wide)
+    stage(at(&a.o, b, q0, h), a.o.position, queries, a.dim, 1, dqt, TILE, wide)
     stage(a.lse + (b*a.heads + h)*a.sq + q0, queries, 1, queries, 1, lse, 1, TILE)
-    row_dots(dy, dq, wide, delta)
-    flip(q, wide, qt)
-    flip(dy, wide, dyt)
-    memset(dq, 0, tile*sizeof(float))
+    row_dots(dy, dqt, wide, delta)
+    qt = right(q, wide, True, queries, a.dim, packed)
+    dyt = right(dy, wide, True, queries, a.dim, packed + each)
+    q_rows = right(q, wide, False, wide, queries, packed + 2*each)
+    dy_rows = right(dy, wide, False, wide, queries, packed + 3*each)
+    memset(dqt, 0, tile*sizeof(float))
     while k0 < end:
         keys, shift = least(KEYS, end - k0), ahead - k0
-        scores(k + k0*wide, qt, p, a, queries, keys, shift)
-        scores(v + k0*wide, dyt, ds, a, queries, keys, shift)
+        scores(rows_from(k, k0), qt, p, a, queries, keys, shift)
+        scores(rows_from(v, k0), dyt, ds, a, queries, keys, shift)
         gradient_tile(p, ds, lse, delta, queries, keys, shift)
         # dv += p^T dy;  dk += ds^T q, in which q carries the scale;  dq += ds k, scaled at the end
-        multiply(keys, wide, queries, p, TILE, 1, dy, wide, dv + k0*wide, wide, True, -shift, FAR)
-        multiply(keys, wide, queries, ds, TILE, 1, q, wide, dk + k0*wide, wide, True, -shift, FAR)
-        multiply(queries, wide, keys, ds, 1, TILE, k + k0*wide, wide, dq, wide, True, -FAR, shift)
+        multiply(keys, wide, queries, left(p, TILE, 1, keys, queries, weights), dy_rows,
+                 dv + k0*wide, wide, True, -shift)
+        multiply(keys, wide, queries, left(ds, TILE, 1, keys, queries, weights), q_rows,
+                 dk + k0*wide, wide, True, -shift)
+        gather(block_from(kt, k0, wide), right(ds, TILE, False, queries, keys, weights), dqt, a,
+               queries, keys, shift, k0 > 0)
         k0 += KEYS
+    flip(dqt, wide, TILE, q)
     for i in range(queries):
-        scale_row(dq + i*wide, a.scale, at(&a.dq, b, q0 + i, h), a.dim)
+        scale_row(q + i*wide, a.scale, at(&a.dq, b, q0 + i, h), a.dim)
 
 
 cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept nogil:
@@ -2577,19 +2725,27 @@ cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept 
     So dk and dv have a single writer and one order of summation; they grow in the thread's scratch
     and are copied out once.
     """
-    cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, h, q0, i
-    cdef float* k = room
-    cdef float* v = room + size
-    cdef float* dk = room + 2*size
-    cdef float* dv = room + 3*size
-    stage(at(&a.k, b, 0, g), a.k.position, a.sk, a.dim, 1, k, a.keys, a.wide)
-    stage(at(&a.v, b, 0, g), a.v.position, a.sk, a.dim, 1, v, a.keys, a.wide)
+    cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, each = packed_room(size), h, q0, i
+    cdef float* packed = room + 2*size
+    cdef float* dk = room if WITH_AMX else packed       # where k and v were until they were packed
+    cdef float* dv = dk + size
+    cdef Operand k, v, kt
+    stage(at(&a.k, b, 0, g), a.k.position, a.sk, a.dim, 1, room, a.keys, a.wide)
+    stage(at(&a.v, b, 0, g), a.v.position, a.sk, a.dim, 1, room + size, a.keys, a.wide)
+    if WITH_AMX:
+        AMX_OPEN()
+    k = left(room, a.wide, 1, a.keys, a.dim, packed)
+    v = left(room + size, a.wide, 1, a.keys, a.dim, packed + each)
+    kt = left_blocks(room, a, a.sk, packed + 2*each)
     memset(dk, 0, 2*size*sizeof(float))         # dv follows dk
     for h in range(g*group, (g + 1)*group):
         q0 = 0
         while q0 < a.sq:
-            backward_tile(a, b, h, q0, k, v, dk, dv, room + 4*size)
+            backward_tile(a, b, h, q0, k, v, kt, dk, dv,
+                          packed + (3*each if WITH_AMX else 2*size))
             q0 += TILE
+    if WITH_AMX:
+        AMX_CLOSE()
     for i in range(a.sk):
         scale_row(dk + i*a.wide, 1, at(&a.dk, b, i, g), a.dim)
         scale_row(dv + i*a.wide, 1, at(&a.dv, b, i, g), a.dim)
@@ -2607,8 +2763,11 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
     describe(&a, <const int64_t*>dims, address, 8, <float*>lse, scale)
     cdef idx tasks = a.batch*a.kv_heads, t
     cdef int threads = most(1, least(tasks, attention_team(&a)))
-    # Per thread: k, v, dk and dv; the five tiles of queries; p and ds; lse and delta
-    cdef idx size = 4*a.keys*a.wide + 5*TILE*a.wide + 2*KEYS*TILE + 2*TILE
+    # Per thread: k and v; k, v and k^T packed, or dk and dv; tiles of queries; p and ds; lse and
+    # delta; q and dy packed both ways, and p or ds
+    cdef idx keep = packed_room(3*a.keys*a.wide) if WITH_AMX else 2*a.keys*a.wide
+    cdef idx size = (2*a.keys*a.wide + keep + 3*TILE*a.wide + 2*KEYS*TILE + 2*TILE
+                     + 4*packed_room(TILE*a.wide) + packed_room(KEYS*TILE))
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
     with nogil, parallel(num_threads=threads):
