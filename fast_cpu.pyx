@@ -1211,14 +1211,15 @@ cdef inline void low_tile(const int rows, idx kc, const float* a, const float* b
     TILE_STORE(sums, rows, c, NR, False)
 
 
-cdef void merge(const float* tile, float* c, idx ldc, bint acc, idx rows, idx cols) noexcept nogil:
+cdef void merge(const float* tile, idx ld, float* c, idx ldc, bint acc, idx rows,
+                idx cols) noexcept nogil:
     """C[rows, cols] (+)= the upper left part of a tile that was computed beside it."""
     cdef idx i, j
     cdef vf v
     for i in range(rows):
         j = 0
         while j < cols:
-            v = (<const vf*>(tile + i*NR + j))[0]
+            v = load(tile + i*ld + j, cols - j)
             if acc:
                 v = v + load(c + i*ldc + j, cols - j)
             store(c + i*ldc + j, v, cols - j)
@@ -1238,7 +1239,7 @@ cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, b
         low_tile(2*THIN, kc, a, b, whole)
     else:
         register_tile(kc, a, b, whole, NR, False, b, 0, 0)
-    merge(whole, c, ldc, acc, rows, cols)
+    merge(whole, NR, c, ldc, acc, rows, cols)
 
 
 cdef inline void six_products(const float* a, const float* b) noexcept nogil:
@@ -1262,12 +1263,22 @@ cdef void split_tile(idx steps, const float* a, const float* b, float* c, idx ld
                      idx rows, idx cols, const float* y, idx step, idx count) noexcept nogil:
     """The tile in parts: C[rows, cols] (+)= one panel of A times one of B, both of 32 a step.
 
-    Fetched on the way as in register_tile.
+    Fetched on the way as in register_tile.  The sums go on from C instead of joining it: two loads
+    instead of 32 additions, and 8,192 k are still only 256 roundings.
     """
     cdef float tile[TILE_MAX]
     cdef float* z = c
     cdef idx k, i, each = parts(SPLIT_ROWS, steps)
-    AMX_ZERO()
+    cdef bint whole = rows == SPLIT_ROWS and cols == SPLIT
+    cdef float* into = c if whole else tile         # at an edge of C: computed beside it
+    cdef idx row = ldc if whole else SPLIT
+    if acc:
+        if not whole:
+            memset(tile, 0, TILE_MAX*sizeof(float))
+            merge(c, ldc, tile, SPLIT, False, rows, cols)
+        AMX_LOAD(into, row)
+    else:
+        AMX_ZERO()
     for k in range(steps):
         for i in range(each):
             prefetch_write(z)
@@ -1282,11 +1293,9 @@ cdef void split_tile(idx steps, const float* a, const float* b, float* c, idx ld
         six_products(a, b)
         a = a + 3*256
         b = b + 6*256
-    if rows == SPLIT_ROWS and cols == SPLIT and not acc:
-        AMX_STORE(c, ldc)
-    else:
-        AMX_STORE(tile, SPLIT)
-        merge(tile, c, ldc, acc, rows, cols)
+    AMX_STORE(into, row)
+    if not whole:
+        merge(tile, SPLIT, c, ldc, False, rows, cols)
 
 
 cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogil:
