@@ -104,8 +104,8 @@ cdef extern from *:
     #define huge_pages(p, n) 0
     #endif
     /* Tiles of bf16 with fp32 sums: 0 and 1 are sums, 2 rows of A, 3 and 4 columns of B.  No more,
-       or AMX crawls beside a busy hyper-thread, which takes half of the physical tiles: with 8 tiles
-       in use a multiply takes 27 ns there and with these 9; alone 7.4 and 7.9. */
+       or AMX crawls beside a busy hyper-thread, which takes its share of the physical tiles: with 8
+       in use a multiply takes 27 ns there, with these 5 it takes 9; alone 7.4 and 7.9. */
     #if defined(__AMX_BF16__)
     #include <immintrin.h>
     enum { WITH_AMX = 1 };
@@ -1117,7 +1117,7 @@ cdef inline void split_step(const bint full, const bint across, const bint turn,
 
 cdef void pack_parts(const float* x, idx ld, bint across, idx kc, idx rows, bint turn,
                      float* out) noexcept nogil:
-    """Pack up to 16 (of A) or 32 (of B) of the matrix's remaining `rows`, in three parts, zero-padded.
+    """Pack up to 16 (of A) or 32 (of B) of the matrix's remaining `rows`, in parts, zero-padded.
 
     A step of 32 k is, part after part, tiles of 16 x 16 words, a word holding k and k + 16.
     A's tiles have a row a row, B's a column a column, of words: what comes the other way is turned.
@@ -1243,7 +1243,7 @@ cdef void edge_tile(idx kc, const float* a, const float* b, float* c, idx ldc, b
 
 
 cdef inline void six_products(const float* a, const float* b) noexcept nogil:
-    """A step of a tile in parts, from the smallest product to the largest; 7 operands are loaded."""
+    """A step of a tile in parts, from the smallest product to the largest, with 7 loads."""
     AMX_A(a)
     AMX_B(b + 4*256)
     AMX_ADD()                       # a1 b3
@@ -2195,26 +2195,25 @@ def embed_backward(size_t tokens, size_t order, size_t dy, size_t dw, idx n, idx
 # leaves one mechanism for every length, stride and head size, and rows a power of two apart no
 # longer push one another out of the cache.
 #
-# All seven products go through `multiply`, from a Left and a Right operand, on one register tile of
+# All seven products go through `multiply`, from a left and a right operand, on one register tile of
 # AR rows by two vectors: 8 x 2 sums cover the latency of two FMA a cycle (2 x 4), and 6 x 2 is what
-# 16 registers hold; with AMX in parts, for which the operands are packed as in section 6.  What is
-# made tile by tile, p and ds, is packed as a right operand wherever it can be, which costs half of a
-# left one that comes transposed: so o and dq are computed transposed, o^T = v^T p.
+# 16 registers hold.  With AMX and heads that are large enough they are in parts, and the operands
+# packed as in section 6.  What is made tile by tile, p and ds, is packed as a right operand where
+# that can be, half as dear as a left one that comes transposed: hence o^T = v^T p, and dq^T.
 #
 # While rows go by, a panel two vectors wide (8 to 16 KB) stays in the first-level cache of 32 to 48
-# KB.  TILE queries x KEYS keys are 64 x 128 or 48 x 96; all that such a tile of backward touches, 270
-# KB at head size 64 and 480 at 128, fits the second level of 1 to 2 MB.
+# KB.  TILE queries x KEYS keys are 64 x 128 or 48 x 96; all that such a tile of backward touches,
+# 270 KB at head size 64 and 480 at 128, fits the second level of 1 to 2 MB.
 
 cdef extern from *:
     """
     enum { AR = MR < 8 ? MR : 8, AL = 2 * VL, TILE = 8 * AR, KEYS = 2 * TILE };
-    enum { TALL = WITH_AMX ? 16 : AR };
     """
     enum: AR, AL, TILE, KEYS
-    enum: TALL                      # rows of a register tile
 
 cdef enum:
     FAR = 1 << 30                   # a distance to the diagonal that hides nothing
+    SPLIT_DIM = 48                  # head size from which on parts pay for packing p and ds
 
 cdef struct View:                   # [batch, position, head, dim] by strides, the last one 1
     float* start
@@ -2224,6 +2223,7 @@ cdef struct Attention:
     idx batch, sq, sk, heads, kv_heads, dim     # heads is a multiple of kv_heads
     idx wide                        # dim rounded up to AL, the row length of every tile in scratch
     idx keys                        # sk rounded up to KEYS
+    bint split                      # products in parts
     float scale
     float* lse                      # L [batch, heads, sq]
     # q, o, dy, dq have sq positions and heads, the others sk and kv_heads; `describe` fills them in
@@ -2245,7 +2245,7 @@ cdef void describe(Attention* a, const int64_t* dims, const size_t* address, int
     a.heads, a.kv_heads, a.dim = dims[3], dims[4], dims[5]
     a.wide = (a.dim + AL - 1)//AL*AL
     a.keys = (a.sk + KEYS - 1)//KEYS*KEYS
-    a.scale, a.lse = scale, lse
+    a.scale, a.lse, a.split = scale, lse, WITH_AMX and a.dim >= SPLIT_DIM
     for i in range(views):
         view[i].start = <float*>address[i]
         view[i].batch, view[i].position = dims[6 + 3*i], dims[7 + 3*i]
@@ -2289,25 +2289,26 @@ cdef void flip(const float* x, idx rows, idx cols, float* y) noexcept nogil:
 
 
 # An operand of `multiply`.  As it lies: element (i, t) of the left one at x[i*row + t*step], (t, j)
-# of the right one at x[t*step + j].  With AMX: packed in parts, panels of 16 rows or 32 columns that
+# of the right one at x[t*step + j].  Split: packed in parts, panels of 16 rows or 32 columns that
 # are `row` floats apart.
 cdef struct Operand:
+    bint split
     const float* x
     idx row, step
 
 
 cdef inline idx packed_room(idx n) noexcept nogil:
-    """Floats that n elements of an operand take: three parts of half a float with AMX."""
+    """Floats that n elements of an operand take at most: three parts of half a float."""
     return n*3//2 if WITH_AMX else n
 
 
-cdef Operand left(const float* x, idx row, idx step, idx rows, idx depth,
+cdef Operand left(bint split, const float* x, idx row, idx step, idx rows, idx depth,
                   float* room) noexcept nogil:
     """x[i*row + t*step], one of row and step being 1, as a left operand of depth t."""
     cdef Operand made
     cdef idx i
-    made.x, made.row, made.step = x, row, step
-    if WITH_AMX:
+    made.split, made.x, made.row, made.step = split, x, row, step
+    if split:
         made.x, made.row = room, parts(depth, SPLIT)*SPLIT*SPLIT_ROOM
         for i in range(parts(rows, SPLIT_ROWS)):
             pack_parts(x + i*SPLIT_ROWS*row, row*step, row == 1, depth, rows - i*SPLIT_ROWS,
@@ -2315,13 +2316,13 @@ cdef Operand left(const float* x, idx row, idx step, idx rows, idx depth,
     return made
 
 
-cdef Operand right(const float* x, idx ld, bint turned, idx cols, idx depth,
+cdef Operand right(bint split, const float* x, idx ld, bint turned, idx cols, idx depth,
                    float* room) noexcept nogil:
     """x [depth, cols], or [cols, depth] if turned (which takes whole tiles), as a right operand."""
     cdef Operand made
     cdef idx j
-    made.x, made.row, made.step = x, 0, ld
-    if WITH_AMX:
+    made.split, made.x, made.row, made.step = split, x, 0, ld
+    if split:
         made.x, made.row = room, parts(depth, SPLIT)*SPLIT*2*SPLIT_ROOM
         for j in range(parts(cols, SPLIT)):
             pack_parts(x + j*SPLIT*(ld if turned else 1), ld, not turned, depth, cols - j*SPLIT,
@@ -2334,13 +2335,13 @@ cdef Operand right(const float* x, idx ld, bint turned, idx cols, idx depth,
 
 cdef inline Operand rows_from(Operand a, idx i) noexcept nogil:
     """A left operand without its first i rows, whole panels."""
-    a.x = a.x + (i//SPLIT_ROWS if WITH_AMX else i)*a.row
+    a.x = a.x + (i//SPLIT_ROWS if a.split else i)*a.row
     return a
 
 
 cdef inline Operand columns_from(Operand b, idx j) noexcept nogil:
     """A right operand without its first j columns, whole panels."""
-    b.x = b.x + (j//SPLIT*b.row if WITH_AMX else j)
+    b.x = b.x + (j//SPLIT*b.row if b.split else j)
     return b
 
 
@@ -2352,11 +2353,11 @@ cdef void multiply(idx rows, idx cols, idx depth, Operand a, Operand b, float* c
     columns are rounded up to whole register tiles; there must be memory for that.  A sum takes t in
     ascending order, with `add` going on from c.
     """
-    cdef idx r = 0, j, low
+    cdef idx r = 0, j, low, tall = SPLIT_ROWS if a.split else AR
     while r < rows:
         j, low = 0, least(depth, most(0, r + first))
         while j < cols:
-            if WITH_AMX:
+            if a.split:
                 low = low//SPLIT
                 parts_tile(parts(depth, SPLIT) - low, a.x + low*SPLIT*SPLIT_ROOM,
                            b.x + j//SPLIT*b.row + low*SPLIT*2*SPLIT_ROOM, c + j, ldc, add)
@@ -2365,8 +2366,8 @@ cdef void multiply(idx rows, idx cols, idx depth, Operand a, Operand b, float* c
                 strided_tile(depth - low, a.x + low*a.step, a.row, a.step, b.x + low*b.step + j,
                              b.step, c + j, ldc, add)
             j += AL
-        a, c = rows_from(a, TALL), c + TALL*ldc
-        r += TALL
+        a, c = rows_from(a, tall), c + tall*ldc
+        r += tall
 
 
 cdef void strided_tile(idx depth, const float* a, idx row, idx step, const float* b, idx ldb,
@@ -2506,7 +2507,7 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
     cdef float* fade = l + TILE
     cdef float* packed = fade + TILE            # q^T, then p
     stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale, q, TILE, wide)
-    qt = right(q, wide, True, queries, a.dim, packed)
+    qt = right(a.split, q, wide, True, queries, a.dim, packed)
     for i in range(TILE):
         m[i] = <float>-1e30                     # finite: m - m is no NaN where nothing is visible
     memset(l, 0, TILE*sizeof(float))
@@ -2517,7 +2518,7 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
         softmax_tile(s, m, l, fade, queries, keys, shift)
         if k0:
             fade_columns(ot, fade, wide)
-        p = right(s, TILE, False, queries, keys, packed + packed_room(tile))
+        p = right(a.split, s, TILE, False, queries, keys, packed + packed_room(tile))
         gather(block_from(v, k0, wide), p, ot, a, queries, keys, shift, k0 > 0)
         k0 += KEYS
     flip(ot, wide, TILE, q)
@@ -2529,7 +2530,7 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
 
 cdef inline Operand block_from(Operand a, idx k0, idx wide) noexcept nogil:
     """Of a transposed left operand, packed block by block of KEYS, the block from key k0 on."""
-    a.x = a.x + (k0//KEYS*(wide//SPLIT_ROWS)*a.row if WITH_AMX else k0*wide)
+    a.x = a.x + (k0//KEYS*(wide//SPLIT_ROWS)*a.row if a.split else k0*wide)
     return a
 
 
@@ -2537,11 +2538,11 @@ cdef Operand left_blocks(const float* x, const Attention* a, idx keys, float* ro
     """x [keys, wide] transposed, as left operands of KEYS keys each; see block_from."""
     cdef Operand made
     cdef idx k0 = 0
-    made.x, made.row, made.step = x, 1, a.wide
-    while WITH_AMX and k0 < keys:
-        made = left(x + k0*a.wide, 1, a.wide, a.wide, KEYS, room + packed_room(k0*a.wide))
+    made.split, made.x, made.row, made.step = a.split, x, 1, a.wide
+    while a.split and k0 < keys:
+        made = left(True, x + k0*a.wide, 1, a.wide, a.wide, KEYS, room + packed_room(k0*a.wide))
         k0 += KEYS
-    made.x = room if WITH_AMX else x
+    made.x = room if a.split else x
     return made
 
 
@@ -2555,14 +2556,14 @@ cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, idx last,
     cdef Operand k, v
     stage(at(&a.k, b, 0, g), a.k.position, keys, a.dim, 1, room, height, a.wide)
     stage(at(&a.v, b, 0, g), a.v.position, keys, a.dim, 1, room + size, height, a.wide)
-    if WITH_AMX:
+    if a.split:
         AMX_OPEN()
-    k = left(room, a.wide, 1, keys, a.dim, packed)
+    k = left(a.split, room, a.wide, 1, keys, a.dim, packed)
     v = left_blocks(room + size, a, keys, packed + packed_room(size))
     while q0 < last:
-        forward_tile(a, b, h, q0, k, v, packed + (2*packed_room(size) if WITH_AMX else 0))
+        forward_tile(a, b, h, q0, k, v, packed + (2*packed_room(size) if a.split else 0))
         q0 += TILE
-    if WITH_AMX:
+    if a.split:
         AMX_CLOSE()
 
 
@@ -2622,9 +2623,9 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     # often k and v are staged (of the time at 4 heads of 2,048: 7 % in tasks of 4 tiles)
     cdef idx step = TILE*most(1, least(tiles, heads*tiles//(TASKS*threads)))
     cdef idx chunks = parts(a.sq, step), tasks = heads*chunks, t, first
-    # Per thread: k and v, also packed; q and o^T; s; m, l and fade; q^T and p packed.  One query: q,
-    # o and s
-    cdef idx size = (2*a.keys*a.wide + 2*(packed_room(a.keys*a.wide) if WITH_AMX else 0)
+    # Per thread: k and v, also packed; q and o^T; s; m, l and fade; q^T and p packed.  One query:
+    # q, o and s
+    cdef idx size = (2*a.keys*a.wide + (2*packed_room(a.keys*a.wide) if a.split else 0)
                      + 2*TILE*a.wide + KEYS*TILE + 3*TILE
                      + packed_room(TILE*a.wide) + packed_room(KEYS*TILE))
     if a.sq == 1 and a.sk > 0:
@@ -2705,10 +2706,10 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
     stage(at(&a.o, b, q0, h), a.o.position, queries, a.dim, 1, dqt, TILE, wide)
     stage(a.lse + (b*a.heads + h)*a.sq + q0, queries, 1, queries, 1, lse, 1, TILE)
     row_dots(dy, dqt, wide, delta)
-    qt = right(q, wide, True, queries, a.dim, packed)
-    dyt = right(dy, wide, True, queries, a.dim, packed + each)
-    q_rows = right(q, wide, False, wide, queries, packed + 2*each)
-    dy_rows = right(dy, wide, False, wide, queries, packed + 3*each)
+    qt = right(a.split, q, wide, True, queries, a.dim, packed)
+    dyt = right(a.split, dy, wide, True, queries, a.dim, packed + each)
+    q_rows = right(a.split, q, wide, False, wide, queries, packed + 2*each)
+    dy_rows = right(a.split, dy, wide, False, wide, queries, packed + 3*each)
     memset(dqt, 0, tile*sizeof(float))
     while k0 < end:
         keys, shift = least(KEYS, end - k0), ahead - k0
@@ -2716,12 +2717,12 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
         scores(rows_from(v, k0), dyt, ds, a, queries, keys, shift)
         gradient_tile(p, ds, lse, delta, queries, keys, shift)
         # dv += p^T dy;  dk += ds^T q, in which q carries the scale;  dq += ds k, scaled at the end
-        multiply(keys, wide, queries, left(p, TILE, 1, keys, queries, weights), dy_rows,
-                 dv + k0*wide, wide, True, -shift)
-        multiply(keys, wide, queries, left(ds, TILE, 1, keys, queries, weights), q_rows,
-                 dk + k0*wide, wide, True, -shift)
-        gather(block_from(kt, k0, wide), right(ds, TILE, False, queries, keys, weights), dqt, a,
-               queries, keys, shift, k0 > 0)
+        multiply(keys, wide, queries, left(a.split, p, TILE, 1, keys, queries, weights),
+                 dy_rows, dv + k0*wide, wide, True, -shift)
+        multiply(keys, wide, queries, left(a.split, ds, TILE, 1, keys, queries, weights),
+                 q_rows, dk + k0*wide, wide, True, -shift)
+        gather(block_from(kt, k0, wide), right(a.split, ds, TILE, False, queries, keys, weights),
+               dqt, a, queries, keys, shift, k0 > 0)
         k0 += KEYS
     flip(dqt, wide, TILE, q)
     for i in range(queries):
@@ -2736,24 +2737,24 @@ cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept 
     """
     cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, each = packed_room(size), h, q0, i
     cdef float* packed = room + 2*size
-    cdef float* dk = room if WITH_AMX else packed       # where k and v were until they were packed
+    cdef float* dk = room if a.split else packed        # where k and v were until they were packed
     cdef float* dv = dk + size
     cdef Operand k, v, kt
     stage(at(&a.k, b, 0, g), a.k.position, a.sk, a.dim, 1, room, a.keys, a.wide)
     stage(at(&a.v, b, 0, g), a.v.position, a.sk, a.dim, 1, room + size, a.keys, a.wide)
-    if WITH_AMX:
+    if a.split:
         AMX_OPEN()
-    k = left(room, a.wide, 1, a.keys, a.dim, packed)
-    v = left(room + size, a.wide, 1, a.keys, a.dim, packed + each)
+    k = left(a.split, room, a.wide, 1, a.keys, a.dim, packed)
+    v = left(a.split, room + size, a.wide, 1, a.keys, a.dim, packed + each)
     kt = left_blocks(room, a, a.sk, packed + 2*each)
     memset(dk, 0, 2*size*sizeof(float))         # dv follows dk
     for h in range(g*group, (g + 1)*group):
         q0 = 0
         while q0 < a.sq:
             backward_tile(a, b, h, q0, k, v, kt, dk, dv,
-                          packed + (3*each if WITH_AMX else 2*size))
+                          packed + (3*each if a.split else 2*size))
             q0 += TILE
-    if WITH_AMX:
+    if a.split:
         AMX_CLOSE()
     for i in range(a.sk):
         scale_row(dk + i*a.wide, 1, at(&a.dk, b, i, g), a.dim)
@@ -2774,7 +2775,7 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
     cdef int threads = most(1, least(tasks, attention_team(&a)))
     # Per thread: k and v; k, v and k^T packed, or dk and dv; tiles of queries; p and ds; lse and
     # delta; q and dy packed both ways, and p or ds
-    cdef idx keep = packed_room(3*a.keys*a.wide) if WITH_AMX else 2*a.keys*a.wide
+    cdef idx keep = packed_room(3*a.keys*a.wide) if a.split else 2*a.keys*a.wide
     cdef idx size = (2*a.keys*a.wide + keep + 3*TILE*a.wide + 2*KEYS*TILE + 2*TILE
                      + 4*packed_room(TILE*a.wide) + packed_room(KEYS*TILE))
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))

@@ -35,7 +35,7 @@ FILE = "fast_cpu" + sysconfig.get_config_var("EXT_SUFFIX")
 INCLUDES = ["-I" + sysconfig.get_path(key) for key in ("include", "platinclude")]
 
 # They follow Python's own flags and so win over those.  -g0 undoes a -g there (25 % of the time).
-# Inline functions are templates here: their constant arguments must reach the loops (packing: 18 %).
+# Inline functions are templates here: their constant arguments must reach the loops.
 FLAGS = ["-O3", "-g0", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fwrapv",
          "-DCYTHON_INLINE=inline __attribute__((always_inline))"]
 
