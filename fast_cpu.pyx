@@ -991,6 +991,7 @@ cdef enum:
     KC = 512                # depth of a slice
     BLOCK_ROWS = 140        # rows of a block where B's panels are shared
     LOW_ROWS = 560          # up to so many rows A is shared, as one block: 1.1 MB a slice, or 1.7
+    HALF_L2 = 300000        # floats of A's rows, in a slice, that stay in L2 while columns go by
     NC = 8192               # columns of B that are packed at a time: 16 MB, within L3
     TASKS = 4               # tasks a thread gets at least: one may be slowed by other processes
     TILE_MAX = 32*32        # room for one tile
@@ -1461,9 +1462,10 @@ cdef Plan share(const Product* p, int threads) noexcept nogil:
     slice = p.rows*p.a_room if plan.a else plan.wide*p.halves*p.b_room
     plan.deep = least(p.slices, most(1, NC*KC//slice)) if plan.a or plan.b else p.slices
     plan.room = plan.deep*slice if plan.a or plan.b else 0
-    plan.ranges = least(p.columns, TASKS*threads) if plan.a else 1
-    plan.blocks = 1 if plan.a else least(p.rows, most(parts(p.rows*p.mr, BLOCK_ROWS),
-                                                      TASKS*threads))
+    plan.blocks = parts(p.rows*p.a_room, HALF_L2) if plan.a else 1
+    plan.ranges = least(p.columns, parts(TASKS*threads, plan.blocks)) if plan.a else 1
+    if not plan.a:
+        plan.blocks = least(p.rows, most(parts(p.rows*p.mr, BLOCK_ROWS), TASKS*threads))
     return plan
 
 
