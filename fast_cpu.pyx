@@ -990,7 +990,7 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 cdef enum:
     KC = 512                # depth of a slice
     BLOCK_ROWS = 140        # rows of a block where B's panels are shared
-    LOW_ROWS = 560          # up to so many rows A is shared, as one block: 1.1 MB a slice, or 1.7
+    LOW_ROWS = 560          # up to so many rows A is shared: 1.1 MB a slice, or 1.7 in parts
     HALF_L2 = 300000        # floats of A's rows, in a slice, that stay in L2 while columns go by
     NC = 8192               # columns of B that are packed at a time: 16 MB, within L3
     TASKS = 4               # tasks a thread gets at least: one may be slowed by other processes
@@ -1410,7 +1410,7 @@ cdef inline Part whole(const Product* p) noexcept nogil:
 
 
 cdef inline idx low_panels(const Product* p) noexcept nogil:
-    """Panels of A up to which A is one block."""
+    """Panels of A up to which A is shared, or, on one thread, a block."""
     return LOW_ROWS//p.mr
 
 
@@ -1453,7 +1453,11 @@ cdef struct Plan:
 
 
 cdef Plan share(const Product* p, int threads) noexcept nogil:
-    """One block and ranges of columns where B is much larger, else blocks for every thread."""
+    """A shared, and ranges of columns, where B is much larger; else B, and blocks of A's rows.
+
+    A shared A goes in as many blocks as make one a slice that L2 holds beside a busy hyper-thread:
+    B is then packed once a block, which costs less than A from L3 for every panel of B.
+    """
     cdef Plan plan
     cdef idx slice
     plan.a = p.rows <= low_panels(p) and p.n >= 2*p.m
