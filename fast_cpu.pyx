@@ -993,6 +993,8 @@ cdef enum:
     LOW_ROWS = 560          # up to so many rows A is shared: 1.1 MB a slice, or 1.7 in parts
     HALF_L2 = 300000        # floats of A's rows, in a slice, that stay in L2 while columns go by
     NC = 8192               # columns of B that are packed at a time: 16 MB, within L3
+    GROUP = 8               # panels of a task of packing at most: long runs of memory
+    ROOM = 1 << 18          # floats that are packed at a time, unless a slice is larger
     TASKS = 4               # tasks a thread gets at least: one may be slowed by other processes
     TILE_MAX = 32*32        # room for one tile
     AHEAD = 8               # rows that are fetched ahead while packing
@@ -1032,6 +1034,7 @@ cdef struct Part:
     const float* a
     const float* b
     idx q0, q1, s0, s1
+    idx group               # panels of a task of packing
 
 
 cdef void lay_out(Product* p) noexcept nogil:
@@ -1090,7 +1093,7 @@ cdef inline idx tiles_of(bint across, bint turn) noexcept nogil:
 
 cdef inline void split_step(const bint full, const bint across, const bint turn, const float* x,
                             idx ld, idx kc, idx rows, float* out) noexcept nogil:
-    """One step of pack_parts, `kc` k and `rows` rows of it there, if not `full`."""
+    """A step of a panel, see pack_parts; `kc` k and `rows` rows of it there, if not `full`."""
     cdef float words[3*256]
     cdef vf u, v, x_u, x_v
     cdef idx t, i, s, left, tiles = tiles_of(across, turn)
@@ -1116,50 +1119,59 @@ cdef inline void split_step(const bint full, const bint across, const bint turn,
             transpose_tile(words + 256*s, 16, 16, out + (tiles*s + t)*256, 16)
 
 
+cdef inline void split_any(bint across, bint turn, const float* x, idx ld, idx kc, idx rows,
+                           float* out) noexcept nogil:
+    """split_step by constants: a whole step needs no conditions."""
+    if rows < 16*tiles_of(across, turn) or kc < 32:
+        split_step(False, across, turn, x, ld, kc, rows, out)
+    elif across and turn:
+        split_step(True, True, True, x, ld, 32, 32, out)
+    elif across:
+        split_step(True, True, False, x, ld, 32, 32, out)
+    elif turn:
+        split_step(True, False, True, x, ld, 32, 32, out)
+    else:
+        split_step(True, False, False, x, ld, 32, 32, out)
+
+
 cdef void pack_parts(const float* x, idx ld, bint across, idx kc, idx rows, bint turn,
-                     float* out) noexcept nogil:
-    """Pack up to 16 (of A) or 32 (of B) of the matrix's remaining `rows`, in parts, zero-padded.
+                     float* out, idx room) noexcept nogil:
+    """Rows of the matrix in parts, zero-padded, as panels of 16 (A) or 32 (B), `room` floats apart.
 
     A step of 32 k is, part after part, tiles of 16 x 16 words, a word holding k and k + 16.
     A's tiles have a row a row, B's a column a column, of words: what comes the other way is turned.
+    If rows lie across, all panels take a step before any takes the next: memory read in long runs
+    is a third faster than in the 64 or 128 bytes that a panel has of a row.
     """
-    cdef idx k = 0, tiles = tiles_of(across, turn)
-    while k < kc:
-        if rows < 16*tiles or kc - k < 32:
-            split_step(False, across, turn, x, ld, kc - k, rows, out)
-        elif across and turn:
-            split_step(True, True, True, x, ld, 32, 32, out)
-        elif across:
-            split_step(True, True, False, x, ld, 32, 32, out)
-        elif turn:
-            split_step(True, False, True, x, ld, 32, 32, out)
-        else:
-            split_step(True, False, False, x, ld, 32, 32, out)
-        x, out, k = x + (32*ld if across else 32), out + 3*256*tiles, k + 32
+    cdef idx width = 16*tiles_of(across, turn), step = 3*16*width   # floats of a step of a panel
+    cdef idx panels = parts(rows, width), steps = parts(kc, 32), i, t, s
+    for i in range(panels*steps):
+        t, s = (i % panels, i//panels) if across else (i//steps, i % steps)
+        split_any(across, turn, x + (32*s*ld + t*width if across else t*width*ld + 32*s), ld,
+                  kc - 32*s, rows - t*width, out + t*room + s*step)
 
 
 cdef void pack_rows(const Product* p, idx first, idx end, idx s, float* out) noexcept nogil:
     """Panels first .. end of A's rows, slice s, each a_room after the last."""
-    cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), t, i
-    cdef const float* x
-    for t in range(first, end):
-        i = t*p.mr
-        x = p.a + (pc*p.lda + i if p.ta else i*p.lda + pc)
-        if p.split:
-            pack_parts(x, p.lda, p.ta, kc, p.m - i, p.ta, out)
-        else:
-            pack(x, p.lda, p.ta, kc, p.m - i, MR, out)
-        out = out + p.a_room
+    cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), i = first*p.mr, t
+    cdef const float* x = p.a + (pc*p.lda + i if p.ta else i*p.lda + pc)
+    if p.split:
+        pack_parts(x, p.lda, p.ta, kc, least(p.m, end*p.mr) - i, p.ta, out, p.a_room)
+    for t in range(0 if p.split else end - first):
+        pack(x + t*MR*(1 if p.ta else p.lda), p.lda, p.ta, kc, p.m - i - t*MR, MR,
+             out + t*p.a_room)
 
 
-cdef void pack_panel(const Product* p, idx q, idx half, idx s, float* out) noexcept nogil:
-    """Panel q of the columns of a half of B, slice s."""
-    cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), j = q*NR + half*(p.n//2)
+cdef void pack_columns(const Product* p, idx first, idx end, idx half, idx s,
+                       float* out) noexcept nogil:
+    """Panels first .. end of the columns of a half of B, slice s, each b_room after the last."""
+    cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), j = first*NR + half*(p.n//2), t
     cdef const float* x = p.b + (j*p.ldb + pc if p.tb else pc*p.ldb + j)
     if p.split:
-        pack_parts(x, p.ldb, not p.tb, kc, p.n - j, p.tb, out)
-    else:
-        pack(x, p.ldb, not p.tb, kc, p.n - j, NR, out)
+        pack_parts(x, p.ldb, not p.tb, kc, least(p.n - j, (end - first)*NR), p.tb, out, p.b_room)
+    for t in range(0 if p.split else end - first):
+        pack(x + t*NR*(p.ldb if p.tb else 1), p.ldb, not p.tb, kc, p.n - j - t*NR, NR,
+             out + t*p.b_room)
 
 
 cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc,
@@ -1360,7 +1372,7 @@ cdef void multiply_panel(const Product* p, const Part* have, idx first, idx end,
         b = panel_at(p, have, q, half, s)
         y, step, ahead = b + p.b_room, NR, p.b_room//NR
     else:
-        pack_panel(p, q, half, s, own)
+        pack_columns(p, q, q + 1, half, s, own)
         if not p.tb:
             y, step = p.b + pc*p.ldb + j + NR, p.ldb
     ahead = parts(ahead, count) if step else 0      # the next panel is fetched a part a tile
@@ -1406,6 +1418,7 @@ cdef inline Part whole(const Product* p) noexcept nogil:
     """All of the product, B packed if it came so."""
     cdef Part all
     all.a, all.b, all.q0, all.q1, all.s0, all.s1 = NULL, p.packed, 0, p.columns, 0, p.slices
+    all.group = 1
     return all
 
 
@@ -1433,15 +1446,25 @@ cdef void multiply_serial(const Product* p, float* own) noexcept nogil:
         first += low_panels(p)
 
 
-cdef void share_panel(const Product* p, const Part* have, idx t) noexcept nogil:
-    """Pack panel t of those that there is room for at hand, A's or B's."""
-    cdef idx columns = have.q1 - have.q0, q, half, s
+cdef inline idx shared_tasks(const Product* p, Part* have, int threads) noexcept nogil:
+    """Into how many tasks packing what there is room for at hand is cut; sets `group`."""
+    cdef idx panels = p.rows if have.a != NULL else have.q1 - have.q0, halves
+    halves = (have.s1 - have.s0)*(1 if have.a != NULL else p.halves)
+    have.group = most(1, least(GROUP, halves*panels//(2*threads)))
+    return halves*parts(panels, have.group)
+
+
+cdef void share_group(const Product* p, const Part* have, idx t) noexcept nogil:
+    """One of these tasks: panels side by side of a slice, or of a half of it."""
+    cdef idx panels = p.rows if have.a != NULL else have.q1 - have.q0
+    cdef idx groups = parts(panels, have.group), first = t % groups*have.group
+    cdef idx end = least(panels, first + have.group), s = t//groups, half = 0
     if have.a != NULL:
-        s, t = have.s0 + t//p.rows, t % p.rows
-        pack_rows(p, t, t + 1, s, rows_at(p, have, t, s))
+        pack_rows(p, first, end, have.s0 + s, rows_at(p, have, first, have.s0 + s))
     else:
-        s, half, q = have.s0 + t//columns//p.halves, t//columns % p.halves, have.q0 + t % columns
-        pack_panel(p, q, half, s, panel_at(p, have, q, half, s))
+        s, half = have.s0 + s//p.halves, s % p.halves
+        pack_columns(p, have.q0 + first, have.q0 + end, half, s,
+                     panel_at(p, have, have.q0 + first, half, s))
 
 
 # How the team shares a product, all from its shape and the number of threads.
@@ -1464,7 +1487,7 @@ cdef Plan share(const Product* p, int threads) noexcept nogil:
     plan.b = not plan.a and p.packed == NULL
     plan.wide = least(p.columns, NC//NR//p.halves) if plan.b else p.columns
     slice = p.rows*p.a_room if plan.a else plan.wide*p.halves*p.b_room
-    plan.deep = least(p.slices, most(1, NC*KC//slice)) if plan.a or plan.b else p.slices
+    plan.deep = least(p.slices, most(1, ROOM//slice)) if plan.a or plan.b else p.slices
     plan.room = plan.deep*slice if plan.a or plan.b else 0
     plan.blocks = parts(p.rows*p.a_room, HALF_L2) if plan.a else 1
     plan.ranges = least(p.columns, parts(TASKS*threads, plan.blocks)) if plan.a else 1
@@ -1492,11 +1515,11 @@ cdef void multiply_team(const Product* p, const Plan* plan, float* room, float* 
         while have.q0 < all.q1:
             have.q1, have.s0 = least(all.q1, have.q0 + plan.wide), 0
             columns = have.q1 - have.q0
-            shared = p.rows if plan.a else columns*p.halves if plan.b else 0
             while have.s0 < all.s1:
                 have.s1 = least(all.s1, have.s0 + plan.deep)
-                for t in prange(shared*(have.s1 - have.s0), schedule='dynamic'):
-                    share_panel(p, &have, t)
+                shared = shared_tasks(p, &have, threads) if plan.a or plan.b else 0
+                for t in prange(shared, schedule='dynamic'):
+                    share_group(p, &have, t)
                 for t in prange(plan.blocks*plan.ranges, schedule='dynamic'):
                     i, j = t//plan.ranges, t % plan.ranges
                     multiply_block(p, &have, p.rows*i//plan.blocks, p.rows*(i + 1)//plan.blocks,
@@ -1598,14 +1621,15 @@ def pack_b(size_t b, idx ldb, bint tb, size_t out, idx n, idx k):
     """
     cdef Product p
     cdef Part all
-    cdef idx t
+    cdef idx t, tasks
     memset(&p, 0, sizeof(Product))
     p.b, p.ldb, p.tb, p.m, p.n, p.k = <const float*>b, ldb, tb, SPLIT_FROM, n, k
     lay_out(&p)
     all = whole(&p)
     all.b = <const float*>out
-    for t in prange(p.columns*p.slices, nogil=True, schedule='dynamic', num_threads=team(n*k)):
-        share_panel(&p, &all, t)
+    tasks = shared_tasks(&p, &all, THREADS)
+    for t in prange(tasks, nogil=True, schedule='dynamic', num_threads=team(n*k)):
+        share_group(&p, &all, t)
 
 
 def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m, idx n,
@@ -2316,9 +2340,7 @@ cdef Operand left(bint split, const float* x, idx row, idx step, idx rows, idx d
     made.split, made.x, made.row, made.step = split, x, row, step
     if split:
         made.x, made.row = room, parts(depth, SPLIT)*SPLIT*SPLIT_ROOM
-        for i in range(parts(rows, SPLIT_ROWS)):
-            pack_parts(x + i*SPLIT_ROWS*row, row*step, row == 1, depth, rows - i*SPLIT_ROWS,
-                       row == 1, room + i*made.row)
+        pack_parts(x, row*step, row == 1, depth, rows, row == 1, room, made.row)
     return made
 
 
@@ -2330,9 +2352,7 @@ cdef Operand right(bint split, const float* x, idx ld, bint turned, idx cols, id
     made.split, made.x, made.row, made.step = split, x, 0, ld
     if split:
         made.x, made.row = room, parts(depth, SPLIT)*SPLIT*2*SPLIT_ROOM
-        for j in range(parts(cols, SPLIT)):
-            pack_parts(x + j*SPLIT*(ld if turned else 1), ld, not turned, depth, cols - j*SPLIT,
-                       turned, room + j*made.row)
+        pack_parts(x, ld, not turned, depth, cols, turned, room, made.row)
     elif turned:
         flip(x, TILE, ld, room)
         made.x, made.step = room, TILE
