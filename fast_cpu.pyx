@@ -65,8 +65,13 @@ cdef extern from *:
     typedef unsigned vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
     typedef unsigned u32a __attribute__((may_alias));
     #define VZERO ((vf){0})
-    /* lane-wise a > b ? a : b (b where either is NaN) */
+    /* lane-wise a > b ? a : b (b where either is NaN): an instruction, which gcc does not see */
+    #if defined(__AVX__)
+    static inline vf vmax(vf a, vf b) {
+        vf m; __asm__("vmaxps %2, %1, %0" : "=v"(m) : "v"(a), "v"(b)); return m; }
+    #else
     static inline vf vmax(vf a, vf b) { vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
+    #endif
     static inline int f2i(float x) { int i; __builtin_memcpy(&i, &x, 4); return i; }
     static inline float i2f(int i) { float x; __builtin_memcpy(&x, &i, 4); return x; }
     /* VL x VL transpose of words, those after `rows` zero: butterflies of distance 1, 2, 4, 8 */
@@ -133,11 +138,11 @@ cdef extern from *:
     #define AMX_ADD() (void)0
     #define AMX_STORE(c, ld) (void)(c)
     #endif
-    /* x, or 0 in lanes where y < low; a NaN in y keeps x */
-    #define WHERE_NOT_BELOW(x, y, low) ((vf)((vi)(x) & ~((y) < (low))))
     /* the upper halves of words, which are bf16; two of them in one word, x below y */
     #define UPPER(x) ((vf)((vu)(x) & 0xffff0000u))
     #define PAIR(x, y) ((vf)(((vu)(x) >> 16) | (vu)(y)))
+    #define LOG2_E 1.44269504f
+    #define LN_2 0.693147181f
     #define prefetch(p) __builtin_prefetch(p)       /* past the end it reads nothing: no fault */
     #define prefetch_write(p) __builtin_prefetch(p, 1)
     #define prefetch_l2(p) __builtin_prefetch(p, 0, 2)
@@ -173,6 +178,7 @@ cdef extern from *:
     ctypedef int vi
     ctypedef uint32_t u32a
     const vf VZERO
+    const float LOG2_E, LN_2
     vf vmax(vf, vf) noexcept nogil
     int f2i(float) noexcept nogil
     float i2f(int) noexcept nogil
@@ -187,7 +193,6 @@ cdef extern from *:
     void AMX_B(const float*) noexcept nogil
     void AMX_ADD() noexcept nogil
     void AMX_STORE(float*, Py_ssize_t) noexcept nogil
-    vf WHERE_NOT_BELOW(vf, vf, vf) noexcept nogil
     vf UPPER(vf) noexcept nogil
     vf PAIR(vf, vf) noexcept nogil
     void prefetch(const void*) noexcept nogil
@@ -439,25 +444,23 @@ cdef inline float fexp(float x) noexcept nogil:
     return <float>0.0 if x < low else p
 
 
-cdef inline vf weight_exp(vf x) noexcept nogil:
-    """fexp of VL lanes that are at most 0 (or NaN), as for the weights of a softmax.
+cdef inline vf weight(vf x) noexcept nogil:
+    """2^x of VL lanes that are at most 0 (or NaN), to 2 ulp; 0 below -126.5.
 
-    There one factor 2^n does, and the sums beside it stay in registers.
+    For the weights of a softmax: with scores in units of ln2, an exp is two thirds of fexp's work.
+    2^x = 2^n 2^r, n = round(x): a polynomial of degree 5 on |r| <= 1/2 with the least largest
+    relative error, 0.9e-7.  Adding 1.5*2^23 + 127 rounds to an integer as in fexp, and leaves
+    n + 127, an exponent, in the low bits; from x = -127 on that is 0, and so is the product.
     """
-    cdef vf low = VZERO + <float>-87.336
-    cdef vf c = vmax(low, x)
-    cdef vf t = c*<float>1.44269504088896341 + <float>12582912.0
-    cdef vf n = t - <float>12582912.0
-    cdef vf r = c - n*<float>0.693359375
-    cdef vf p
-    r = r - n*<float>-2.12194440e-4
-    p = r*<float>1.9875691500e-4 + <float>1.3981999507e-3
-    p = p*r + <float>8.3334519073e-3
-    p = p*r + <float>4.1665795894e-2
-    p = p*r + <float>1.6666665459e-1
-    p = p*r + <float>5.0000001201e-1
-    p = p*(r*r) + r + <float>1.0
-    return WHERE_NOT_BELOW(p*(<vf>((<vi>t - 0x4b3fff81) << 23)), x, low)     # 1.5*2^23's bits - 127
+    cdef vf c = vmax(VZERO - <float>127.0, x)
+    cdef vf t = c + <float>12583039.0
+    cdef vf r = c - (t - <float>12583039.0)
+    cdef vf p = r*<float>1.326472731307149e-3 + <float>9.671512991189957e-3
+    p = p*r + <float>5.550733581185341e-2
+    p = p*r + <float>2.4022242426872253e-1
+    p = p*r + <float>6.931470036506653e-1
+    p = p*r + <float>1.0
+    return p*(<vf>(<vi>t << 23))
 
 
 cdef inline float sigmoid(float x) noexcept nogil:
@@ -1820,13 +1823,13 @@ cdef double exp_row(const float* x, float* y, idx n, float top) noexcept nogil:
             sums[k] = VZERO
         while i + 4*VL <= end:
             for k in range(4):
-                e = weight_exp((<const vf*>(x + i))[k] - top)
+                e = weight(((<const vf*>(x + i))[k] - top)*LOG2_E)
                 sums[k] = sums[k] + e
                 if y != NULL:
                     (<vf*>(y + i))[k] = e
             i += 4*VL
         while i < end:
-            e, part = weight_exp(load(x + i, end - i) - top), VZERO
+            e, part = weight((load(x + i, end - i) - top)*LOG2_E), VZERO
             memcpy(&part, &e, least(VL, end - i)*sizeof(float))     # no lanes past the end
             sums[0] = sums[0] + part
             if y != NULL:
@@ -2327,9 +2330,9 @@ cdef struct Operand:
     idx row, step
 
 
-cdef inline idx packed_room(idx n) noexcept nogil:
-    """Floats that n elements of an operand take at most: three parts of half a float."""
-    return n*3//2 if WITH_AMX else n
+cdef inline idx room_of(const Attention* a, idx n) noexcept nogil:
+    """Floats that n elements of an operand take at most: three parts of half a float, or one."""
+    return n*3//2 if a.split else n
 
 
 cdef Operand left(bint split, const float* x, idx row, idx step, idx rows, idx depth,
@@ -2457,7 +2460,7 @@ cdef void gather(Operand v, Operand p, float* ot, const Attention* a, idx querie
     """o^T[wide, TILE] (+)= v^T p, each AL queries from the keys that they see."""
     cdef idx lane = 0
     while lane < queries:
-        multiply(a.wide, AL, seen(lane, keys, shift), v, columns_from(p, lane), ot + lane, TILE,
+        multiply(a.dim, AL, seen(lane, keys, shift), v, columns_from(p, lane), ot + lane, TILE,
                  add, -FAR)
         lane += AL
 
@@ -2480,10 +2483,10 @@ cdef void hide(float* s, float value, idx lane, idx keys, idx shift) noexcept no
 
 cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, idx keys,
                        idx shift) noexcept nogil:
-    """Scores to weights exp(s - m), in place; m and l, the maximum and the sum so far, move on.
+    """Scores to weights 2^(s - m), in place; m and l, the maximum and the sum so far, move on.
 
-    fade = exp(old m - m) is what all that was summed before shrinks by:
-    m = max(old m, max s),  l = old l * fade + sum exp(s - m).  The sum runs over keys in order.
+    fade = 2^(old m - m) is what all that was summed before shrinks by:
+    m = max(old m, max s),  l = old l * fade + sum 2^(s - m).  The sum runs over keys in order.
     The maximum skips a NaN: the weights show it.
     """
     cdef vf top[2]
@@ -2501,14 +2504,14 @@ cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, i
             for j in range(2):
                 top[j] = vmax(x[j], top[j])
         for j in range(2):
-            e = weight_exp((<const vf*>(m + lane))[j] - top[j])
+            e = weight((<const vf*>(m + lane))[j] - top[j])
             sums[j] = (<const vf*>(l + lane))[j]*e
             (<vf*>(fade + lane))[j] = e
             (<vf*>(m + lane))[j] = top[j]
         for key in range(count):
             x = <vf*>(s + key*TILE + lane)
             for j in range(2):
-                e = weight_exp(x[j] - top[j])
+                e = weight(x[j] - top[j])
                 x[j] = e
                 sums[j] = sums[j] + e
         for j in range(2):
@@ -2532,7 +2535,7 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
     cdef float* l = m + TILE
     cdef float* fade = l + TILE
     cdef float* packed = fade + TILE            # q^T, then p
-    stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale, q, TILE, wide)
+    stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale*LOG2_E, q, TILE, wide)
     qt = right(a.split, q, wide, True, queries, a.dim, packed)
     for i in range(TILE):
         m[i] = <float>-1e30                     # finite: m - m is no NaN where nothing is visible
@@ -2544,50 +2547,69 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
         softmax_tile(s, m, l, fade, queries, keys, shift)
         if k0:
             fade_columns(ot, fade, wide)
-        p = right(a.split, s, TILE, False, queries, keys, packed + packed_room(tile))
-        gather(block_from(v, k0, wide), p, ot, a, queries, keys, shift, k0 > 0)
+        p = right(a.split, s, TILE, False, queries, keys, packed + room_of(a, tile))
+        gather(block_from(a, v, k0), p, ot, a, queries, keys, shift, k0 > 0)
         k0 += KEYS
     flip(ot, wide, TILE, q)
     # One division a row at the very end; a query that saw nothing has l = 0: L = -inf and o = 0
     for i in range(queries):
-        a.lse[(b*a.heads + h)*a.sq + q0 + i] = m[i] + logf(l[i])
+        a.lse[(b*a.heads + h)*a.sq + q0 + i] = m[i]*LN_2 + logf(l[i])
         scale_row(q + i*wide, 0 if l[i] == 0 else 1/l[i], at(&a.o, b, q0 + i, h), a.dim)
 
 
-cdef inline Operand block_from(Operand a, idx k0, idx wide) noexcept nogil:
-    """Of a transposed left operand, packed block by block of KEYS, the block from key k0 on."""
-    a.x = a.x + (k0//KEYS*(wide//SPLIT_ROWS)*a.row if a.split else k0*wide)
+cdef Operand key_rows(const Attention* a, const View* x, idx b, idx head, idx keys,
+                      float* room) noexcept nogil:
+    """The first keys of k or v [keys, dim] as a left operand: packed, or else staged.
+
+    As they lie, register tiles would read past the end.
+    """
+    cdef Operand made
+    if a.split:
+        return left(True, at(x, b, 0, head), x.position, 1, keys, a.dim, room)
+    stage(at(x, b, 0, head), x.position, keys, a.dim, 1, room, parts(keys, KEYS)*KEYS, a.wide)
+    made.split, made.x, made.row, made.step = False, room, a.wide, 1
+    return made
+
+
+cdef inline Operand turned(Operand a) noexcept nogil:
+    """The transpose of a left operand as it lies."""
+    a.row, a.step = a.step, a.row
     return a
 
 
-cdef Operand left_blocks(const float* x, const Attention* a, idx keys, float* room) noexcept nogil:
-    """x [keys, wide] transposed, as left operands of KEYS keys each; see block_from."""
+cdef Operand key_columns(const Attention* a, const View* x, idx b, idx head, idx keys,
+                         float* room) noexcept nogil:
+    """The same transposed, [dim, keys], for `block_from`: packed in blocks of KEYS keys."""
     cdef Operand made
     cdef idx k0 = 0
-    made.split, made.x, made.row, made.step = a.split, x, 1, a.wide
-    while a.split and k0 < keys:
-        made = left(True, x + k0*a.wide, 1, a.wide, a.wide, KEYS, room + packed_room(k0*a.wide))
+    if not a.split:
+        return turned(key_rows(a, x, b, head, keys, room))
+    made.split, made.x, made.row, made.step = True, room, KEYS*SPLIT_ROOM, 0
+    while k0 < keys:
+        pack_parts(at(x, b, k0, head), x.position, True, least(KEYS, keys - k0), a.dim, True,
+                   room + room_of(a, k0*a.wide), made.row)
         k0 += KEYS
-    made.x = room if a.split else x
     return made
+
+
+cdef inline Operand block_from(const Attention* a, Operand v, idx k0) noexcept nogil:
+    """Of such an operand, the block from key k0 on."""
+    v.x = v.x + (room_of(a, k0*a.wide))
+    return v
 
 
 cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, idx last,
                         float* room) noexcept nogil:
-    """o and L of the queries q0 .. last of one head, for which k and v are staged once."""
-    cdef idx g = h//(a.heads//a.kv_heads)
-    cdef idx keys = most(0, last + a.sk - a.sq), size = a.keys*a.wide
-    cdef idx height = parts(keys, KEYS)*KEYS    # products read whole register tiles and blocks
-    cdef float* packed = room + 2*size
+    """o and L of the queries q0 .. last of one head, for which k and v are made ready once."""
+    cdef idx g = h//(a.heads//a.kv_heads), each = room_of(a, a.keys*a.wide)
+    cdef idx keys = most(0, last + a.sk - a.sq)
     cdef Operand k, v
-    stage(at(&a.k, b, 0, g), a.k.position, keys, a.dim, 1, room, height, a.wide)
-    stage(at(&a.v, b, 0, g), a.v.position, keys, a.dim, 1, room + size, height, a.wide)
     if a.split:
         AMX_OPEN()
-    k = left(a.split, room, a.wide, 1, keys, a.dim, packed)
-    v = left_blocks(room + size, a, keys, packed + packed_room(size))
+    k = key_rows(a, &a.k, b, g, keys, room)
+    v = key_columns(a, &a.v, b, g, keys, room + each)
     while q0 < last:
-        forward_tile(a, b, h, q0, k, v, packed + (2*packed_room(size) if a.split else 0))
+        forward_tile(a, b, h, q0, k, v, room + 2*each)
         q0 += TILE
     if a.split:
         AMX_CLOSE()
@@ -2649,11 +2671,9 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     # often k and v are staged (of the time at 4 heads of 2,048: 7 % in tasks of 4 tiles)
     cdef idx step = TILE*most(1, least(tiles, heads*tiles//(TASKS*threads)))
     cdef idx chunks = parts(a.sq, step), tasks = heads*chunks, t, first
-    # Per thread: k and v, also packed; q and o^T; s; m, l and fade; q^T and p packed.  One query:
-    # q, o and s
-    cdef idx size = (2*a.keys*a.wide + (2*packed_room(a.keys*a.wide) if a.split else 0)
-                     + 2*TILE*a.wide + KEYS*TILE + 3*TILE
-                     + packed_room(TILE*a.wide) + packed_room(KEYS*TILE))
+    # Per thread: k and v; q and o^T; s; m, l and fade; q^T and p as operands.  One query: q, o, s
+    cdef idx size = (2*room_of(&a, a.keys*a.wide) + 2*TILE*a.wide + KEYS*TILE + 3*TILE
+                     + room_of(&a, TILE*a.wide) + room_of(&a, KEYS*TILE))
     if a.sq == 1 and a.sk > 0:
         size = 2*a.wide + a.keys
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
@@ -2685,9 +2705,9 @@ cdef void row_dots(const float* x, const float* y, idx width, float* z) noexcept
 
 cdef void gradient_tile(float* p, float* ds, const float* lse, const float* delta, idx queries,
                         idx keys, idx shift) noexcept nogil:
-    """In place: scores p to weights exp(p - L); ds, which comes as v do^T, to p*(ds - delta).
+    """In place: scores p to weights 2^(p - L); ds, which comes as v do^T, to p*(ds - delta).
 
-    p and ds are [KEYS, TILE], a lane a query; lse and delta are [TILE].
+    p and ds are [KEYS, TILE], a lane a query; lse, in units of ln2, and delta are [TILE].
     """
     cdef vf total[2]
     cdef vf mean[2]
@@ -2701,7 +2721,7 @@ cdef void gradient_tile(float* p, float* ds, const float* lse, const float* delt
         for key in range(seen(lane, keys, shift)):
             x, y = <vf*>(p + key*TILE + lane), <vf*>(ds + key*TILE + lane)
             for j in range(2):
-                e = weight_exp(x[j] - total[j])
+                e = weight(x[j] - total[j])
                 x[j] = e
                 y[j] = e*(y[j] - mean[j])
         hide(p, 0, lane, keys, shift)           # set, not multiplied: exp may have overflowed there
@@ -2713,7 +2733,7 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
                         float* dk, float* dv, float* room) noexcept nogil:
     """dq of at most TILE queries from q0 on, of one head; adds their part of dk and dv."""
     cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq
-    cdef idx wide = a.wide, tile = TILE*wide, each = packed_room(tile)
+    cdef idx wide = a.wide, tile = TILE*wide, each = room_of(a, tile)
     # Whole register tiles of keys: the odd ones lie in every query's future and get p = ds = 0.
     cdef idx end = (ahead + queries + AR - 1)//AR*AR, k0 = 0, keys, shift, i
     cdef Operand qt, dyt, q_rows, dy_rows
@@ -2727,10 +2747,10 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
     cdef float* delta = lse + TILE
     cdef float* packed = delta + TILE           # q^T, dy^T, q, dy; p or ds
     cdef float* weights = packed + 4*each
-    stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale, q, TILE, wide)
+    stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale*LOG2_E, q, TILE, wide)
     stage(at(&a.dy, b, q0, h), a.dy.position, queries, a.dim, 1, dy, TILE, wide)
     stage(at(&a.o, b, q0, h), a.o.position, queries, a.dim, 1, dqt, TILE, wide)
-    stage(a.lse + (b*a.heads + h)*a.sq + q0, queries, 1, queries, 1, lse, 1, TILE)
+    stage(a.lse + (b*a.heads + h)*a.sq + q0, queries, 1, queries, LOG2_E, lse, 1, TILE)
     row_dots(dy, dqt, wide, delta)
     qt = right(a.split, q, wide, True, queries, a.dim, packed)
     dyt = right(a.split, dy, wide, True, queries, a.dim, packed + each)
@@ -2742,12 +2762,12 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
         scores(rows_from(k, k0), qt, p, a, queries, keys, shift)
         scores(rows_from(v, k0), dyt, ds, a, queries, keys, shift)
         gradient_tile(p, ds, lse, delta, queries, keys, shift)
-        # dv += p^T dy;  dk += ds^T q, in which q carries the scale;  dq += ds k, scaled at the end
+        # dv += p^T dy;  dk += ds^T q, dq += ds k, both scaled at the end
         multiply(keys, wide, queries, left(a.split, p, TILE, 1, keys, queries, weights),
                  dy_rows, dv + k0*wide, wide, True, -shift)
         multiply(keys, wide, queries, left(a.split, ds, TILE, 1, keys, queries, weights),
                  q_rows, dk + k0*wide, wide, True, -shift)
-        gather(block_from(kt, k0, wide), right(a.split, ds, TILE, False, queries, keys, weights),
+        gather(block_from(a, kt, k0), right(a.split, ds, TILE, False, queries, keys, weights),
                dqt, a, queries, keys, shift, k0 > 0)
         k0 += KEYS
     flip(dqt, wide, TILE, q)
@@ -2761,29 +2781,26 @@ cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept 
     So dk and dv have a single writer and one order of summation; they grow in the thread's scratch
     and are copied out once.
     """
-    cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, each = packed_room(size), h, q0, i
-    cdef float* packed = room + 2*size
-    cdef float* dk = room if a.split else packed        # where k and v were until they were packed
-    cdef float* dv = dk + size
+    cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, each = room_of(a, size), h, q0, i
+    cdef float* dk = room
+    cdef float* dv = room + size
     cdef Operand k, v, kt
-    stage(at(&a.k, b, 0, g), a.k.position, a.sk, a.dim, 1, room, a.keys, a.wide)
-    stage(at(&a.v, b, 0, g), a.v.position, a.sk, a.dim, 1, room + size, a.keys, a.wide)
+    room = room + 2*size
     if a.split:
         AMX_OPEN()
-    k = left(a.split, room, a.wide, 1, a.keys, a.dim, packed)
-    v = left(a.split, room + size, a.wide, 1, a.keys, a.dim, packed + each)
-    kt = left_blocks(room, a, a.sk, packed + 2*each)
+    k = key_rows(a, &a.k, b, g, a.sk, room)
+    v = key_rows(a, &a.v, b, g, a.sk, room + each)
+    kt = key_columns(a, &a.k, b, g, a.sk, room + 2*each) if a.split else turned(k)
     memset(dk, 0, 2*size*sizeof(float))         # dv follows dk
     for h in range(g*group, (g + 1)*group):
         q0 = 0
         while q0 < a.sq:
-            backward_tile(a, b, h, q0, k, v, kt, dk, dv,
-                          packed + (3*each if a.split else 2*size))
+            backward_tile(a, b, h, q0, k, v, kt, dk, dv, room + (3 if a.split else 2)*each)
             q0 += TILE
     if a.split:
         AMX_CLOSE()
     for i in range(a.sk):
-        scale_row(dk + i*a.wide, 1, at(&a.dk, b, i, g), a.dim)
+        scale_row(dk + i*a.wide, LN_2, at(&a.dk, b, i, g), a.dim)   # q carries scale/ln2
         scale_row(dv + i*a.wide, 1, at(&a.dv, b, i, g), a.dim)
 
 
@@ -2799,11 +2816,11 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
     describe(&a, <const int64_t*>dims, address, 8, <float*>lse, scale)
     cdef idx tasks = a.batch*a.kv_heads, t
     cdef int threads = most(1, least(tasks, attention_team(&a)))
-    # Per thread: k and v; k, v and k^T packed, or dk and dv; tiles of queries; p and ds; lse and
-    # delta; q and dy packed both ways, and p or ds
-    cdef idx keep = packed_room(3*a.keys*a.wide) if a.split else 2*a.keys*a.wide
-    cdef idx size = (2*a.keys*a.wide + keep + 3*TILE*a.wide + 2*KEYS*TILE + 2*TILE
-                     + 4*packed_room(TILE*a.wide) + packed_room(KEYS*TILE))
+    # Per thread: dk and dv; k, v and k^T; tiles of queries; p and ds; lse and delta; q and dy both
+    # ways, and p or ds, as operands
+    cdef idx size = (2*a.keys*a.wide + (3 if a.split else 2)*room_of(&a, a.keys*a.wide)
+                     + 3*TILE*a.wide + 2*KEYS*TILE + 2*TILE
+                     + 4*room_of(&a, TILE*a.wide) + room_of(&a, KEYS*TILE))
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
     with nogil, parallel(num_threads=threads):
