@@ -143,6 +143,13 @@ cdef extern from *:
     #define PAIR(x, y) ((vf)(((vu)(x) >> 16) | (vu)(y)))
     #define LOG2_E 1.44269504f
     #define LN_2 0.693147181f
+    /* spelled out between two loops of a region: what Cython emits has none at a loop's end */
+    #if defined(_OPENMP)
+    #define barrier() _Pragma("omp barrier")
+    #else
+    #define barrier() (void)0
+    #endif
+    #define fetch_add(p, n) __atomic_fetch_add(p, n, __ATOMIC_RELAXED)
     #define prefetch(p) __builtin_prefetch(p)       /* past the end it reads nothing: no fault */
     #define prefetch_write(p) __builtin_prefetch(p, 1)
     #define prefetch_l2(p) __builtin_prefetch(p, 0, 2)
@@ -195,6 +202,8 @@ cdef extern from *:
     void AMX_STORE(float*, Py_ssize_t) noexcept nogil
     vf UPPER(vf) noexcept nogil
     vf PAIR(vf, vf) noexcept nogil
+    void barrier() noexcept nogil
+    Py_ssize_t fetch_add(Py_ssize_t*, Py_ssize_t) noexcept nogil
     void prefetch(const void*) noexcept nogil
     void TILE_CLEAR(vf (*)[3], int) noexcept nogil
     void TILE_ADD(vf (*)[3], int, const float*, const float*) noexcept nogil
@@ -212,7 +221,9 @@ ctypedef Py_ssize_t idx
 
 # A parallel region costs about 1 us while the team spins: below this size one thread is faster.
 # THREADS is read when a call starts; tensor.py sets it to the number of physical cores.
-cdef enum: SERIAL_BELOW = 16384
+cdef enum:
+    SERIAL_BELOW = 16384
+    RUNS = 64                       # a thread beyond the 64th shares another's run
 cdef int THREADS = 1
 
 
@@ -237,6 +248,42 @@ def info():
 cdef inline int team(idx elements) noexcept nogil:
     """How many threads a call over so many elements gets."""
     return 1 if elements < SERIAL_BELOW else THREADS
+
+
+# Tasks of a loop that a team shares.  Each thread takes those of its own run first, in order, and
+# then what others have left: so rows stay with one thread, and in its caches, from operation to
+# operation (8 % of a small model's step), and a thread that other processes hold up holds up nobody.
+
+cdef struct Run:
+    idx taken
+    char alone[56]                  # each on a cache line of its own
+
+cdef struct Tasks:
+    int runs
+    Run run[RUNS]
+
+
+cdef void deal(Tasks* tasks, int threads) noexcept nogil:
+    """A run for each thread; nothing is taken yet."""
+    cdef int i
+    tasks.runs = threads if threads < RUNS else RUNS
+    for i in range(tasks.runs):
+        tasks.run[i].taken = 0
+
+
+cdef inline idx take(Tasks* tasks, idx n) noexcept nogil:
+    """The calling thread's next one of n tasks, or -1 when all are taken."""
+    cdef int i, own = threadid() % tasks.runs, run
+    cdef idx end, length
+    for i in range(tasks.runs):
+        run = (own + i) % tasks.runs
+        end = n*(run + 1)//tasks.runs
+        length = end - n*run//tasks.runs
+        if tasks.run[run].taken < length:       # a look before a write that others would notice
+            length -= fetch_add(&tasks.run[run].taken, 1)
+            if length > 0:
+                return end - length
+    return -1
 
 
 def empty_region(idx repeats):
@@ -1503,12 +1550,14 @@ cdef void multiply_team(const Product* p, const Plan* plan, float* room, float* 
                         int threads) noexcept nogil:
     """One product on the team: for a part at a time, pack what is shared, then the tasks.
 
-    All threads run the outer loops, with equal bounds; the loops over tasks are shared.  The
-    barrier at the end of each keeps a thread from reading a panel before it is packed, or
-    overwriting it while another still reads it.
+    All threads run the outer loops, with equal bounds; the loops over tasks are shared.  The first
+    barrier keeps a thread from reading a panel before it is packed, the second from overwriting
+    one that another still reads.  Tasks are dealt anew on the other side of a barrier than taken.
     """
-    cdef idx each = own_room(p), columns, shared, t, i, j
+    cdef idx each = own_room(p), columns, shared, t, i, j, n = plan.blocks*plan.ranges
     cdef Part have, all = whole(p)
+    cdef Tasks packing, multiplying
+    deal(&packing, threads)
     with nogil, parallel(num_threads=threads):
         have = all
         if plan.a:
@@ -1520,14 +1569,24 @@ cdef void multiply_team(const Product* p, const Plan* plan, float* room, float* 
             columns = have.q1 - have.q0
             while have.s0 < all.s1:
                 have.s1 = least(all.s1, have.s0 + plan.deep)
+                if threadid() == 0:
+                    deal(&multiplying, threads)
                 shared = shared_tasks(p, &have, threads) if plan.a or plan.b else 0
-                for t in prange(shared, schedule='dynamic'):
+                t = take(&packing, shared)
+                while t >= 0:
                     share_group(p, &have, t)
-                for t in prange(plan.blocks*plan.ranges, schedule='dynamic'):
+                    t = take(&packing, shared)
+                barrier()
+                if threadid() == 0:
+                    deal(&packing, threads)
+                t = take(&multiplying, n)
+                while t >= 0:
                     i, j = t//plan.ranges, t % plan.ranges
                     multiply_block(p, &have, p.rows*i//plan.blocks, p.rows*(i + 1)//plan.blocks,
                                    have.q0 + columns*j//plan.ranges,
                                    have.q0 + columns*(j + 1)//plan.ranges, own + threadid()*each)
+                    t = take(&multiplying, n)
+                barrier()
                 have.s0 = have.s1
             have.q0 = have.q1
 
@@ -1800,10 +1859,11 @@ def sum_rows(size_t x, size_t y, idx rows, idx cols):
     cdef Buffer scratch = Buffer(rows*blocks*sizeof(float))
     cdef float* part = <float*>scratch.address
     with nogil, parallel(num_threads=team(rows*cols)):
-        # part [rows, blocks]; the barrier after this loop: a row's blocks come from any thread
+        # part [rows, blocks]
         for t in prange(rows*blocks, schedule='dynamic', chunksize=grain(cols)):
             r, j = t//blocks, t%blocks
             part[t] = row_sum(<const float*>x + r*cols + j*PART, NULL, NULL, extent(j, cols))
+        barrier()                       # a row's blocks come from any thread
         for r in prange(rows, schedule='dynamic', chunksize=grain(blocks)):
             (<float*>y)[r] = row_sum(part + r*blocks, NULL, NULL, blocks)
 
@@ -1970,12 +2030,18 @@ def add_rmsnorm(size_t x, size_t residual, size_t w, size_t total, size_t y, siz
     x, residual, total and y are [rows, dim], w is [dim]; rstd is kept for the backward.
     Without a residual (0) y = rmsnorm(x) w, total is left alone.  total may be 0, x or residual.
     """
-    cdef idx r
-    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(dim),
-                    num_threads=team(rows*dim)):
-        (<float*>rstd)[r] = add_norm_row(
-            <const float*>x + r*dim, <const float*>residual + r*dim if residual else NULL,
-            <const float*>w, <float*>total + r*dim if total else NULL, <float*>y + r*dim, dim, eps)
+    cdef idx r, t, step = grain(dim), n = parts(rows, step)
+    cdef Tasks tasks
+    deal(&tasks, team(rows*dim))
+    with nogil, parallel(num_threads=tasks.runs):
+        t = take(&tasks, n)
+        while t >= 0:
+            for r in range(t*step, least(rows, t*step + step)):
+                (<float*>rstd)[r] = add_norm_row(
+                    <const float*>x + r*dim, <const float*>residual + r*dim if residual else NULL,
+                    <const float*>w, <float*>total + r*dim if total else NULL,
+                    <float*>y + r*dim, dim, eps)
+            t = take(&tasks, n)
 
 
 cdef inline idx chunk_rows(idx rows) noexcept nogil:
@@ -2014,16 +2080,20 @@ def add_rmsnorm_backward(size_t dy, size_t dtotal, size_t total, size_t w, size_
     cdef idx c, r, step = chunk_rows(rows), chunks = parts(rows, step)
     cdef Buffer scratch = Buffer(chunks*dim*sizeof(float) if dw else 0)
     cdef float* part = <float*>scratch.address
-    with nogil:
-        for c in prange(chunks, schedule='dynamic', num_threads=team(rows*dim)):
+    cdef Tasks tasks
+    deal(&tasks, team(rows*dim))
+    with nogil, parallel(num_threads=tasks.runs):
+        c = take(&tasks, chunks)
+        while c >= 0:
             r = c*step
             norm_chunk(<const float*>dy + r*dim, <const float*>dtotal + r*dim if dtotal else NULL,
                        <const float*>total + r*dim, <const float*>w, <const float*>rstd + r,
                        <float*>dx + r*dim, acc, part + c*dim if dw else NULL,
                        least(step, rows - r), dim)
-        # The region has ended, so every chunk is complete; one thread adds them in order
-        if dw:
-            add_chunks(part, chunks, dim, <float*>dw, dim)
+            c = take(&tasks, chunks)
+    # The region has ended, so every chunk is complete; one thread adds them in order
+    if dw:
+        add_chunks(part, chunks, dim, <float*>dw, dim)
 
 
 # RoPE turns the pair (x_i, x_{i + half}) by the angle of (position, i); its backward turns it back:
@@ -2073,11 +2143,18 @@ def qk_norm_rope(size_t qkv, size_t out, size_t qw, size_t kw, size_t cos, size_
     may be 0, out may be qkv.
     """
     cdef idx r, half = head_dim//2, turned = heads + kv_heads, width = (turned + kv_heads)*head_dim
-    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(width),
-                    num_threads=team(rows*width)):
-        qk_row(<const float*>qkv + r*width, <float*>out + r*width, <const float*>qw,
-               <const float*>kw, <const float*>cos + r%seq*half, <const float*>sin + r%seq*half,
-               <float*>rstd + r*turned if rstd else NULL, heads, kv_heads, head_dim, eps)
+    cdef idx t, step = grain(width), n = parts(rows, step)
+    cdef Tasks tasks
+    deal(&tasks, team(rows*width))
+    with nogil, parallel(num_threads=tasks.runs):
+        t = take(&tasks, n)
+        while t >= 0:
+            for r in range(t*step, least(rows, t*step + step)):
+                qk_row(<const float*>qkv + r*width, <float*>out + r*width, <const float*>qw,
+                       <const float*>kw, <const float*>cos + r%seq*half,
+                       <const float*>sin + r%seq*half, <float*>rstd + r*turned if rstd else NULL,
+                       heads, kv_heads, head_dim, eps)
+            t = take(&tasks, n)
 
 
 cdef void qk_row_backward(float* d, const float* qkv, const float* qw, const float* kw, float* dw,
@@ -2118,19 +2195,22 @@ def qk_norm_rope_backward(size_t dqkv, size_t qkv, size_t qw, size_t kw, size_t 
     have run in place.
     """
     cdef idx c, step = chunk_rows(rows), chunks = parts(rows, step), n = head_dim
+    cdef Tasks tasks
     # part [chunks, 2, n]: each chunk's sums for q's weight, then for k's
     cdef Buffer scratch = Buffer(chunks*2*n*sizeof(float))
     cdef float* part = <float*>scratch.address
-    with nogil:
-        for c in prange(chunks, schedule='dynamic',
-                        num_threads=team(rows*(heads + 2*kv_heads)*n)):
+    deal(&tasks, team(rows*(heads + 2*kv_heads)*n))
+    with nogil, parallel(num_threads=tasks.runs):
+        c = take(&tasks, chunks)
+        while c >= 0:
             qk_chunk(<float*>dqkv, <const float*>qkv, <const float*>qw, <const float*>kw,
                      part + c*2*n, <const float*>cos, <const float*>sin, <const float*>rstd,
                      c*step, least(rows, (c + 1)*step), seq, heads, kv_heads, n)
-        if dqw:
-            add_chunks(part, chunks, 2*n, <float*>dqw, n)
-        if dkw:
-            add_chunks(part + n, chunks, 2*n, <float*>dkw, n)
+            c = take(&tasks, chunks)
+    if dqw:
+        add_chunks(part, chunks, 2*n, <float*>dqw, n)
+    if dkw:
+        add_chunks(part + n, chunks, 2*n, <float*>dkw, n)
 
 
 # SwiGLU:  h = silu(gate)*up;  dgate = dh up silu'(gate),  dup = dh silu(gate)   (Shazeer, 2020)
@@ -2146,11 +2226,16 @@ cdef void swiglu_row(const float* gate, const float* up, float* h, idx n) noexce
 
 def swiglu(size_t gu, size_t h, idx rows, idx ffn):
     """h [rows, ffn] from gu [rows, 2 ffn] = gate | up."""
-    cdef idx r
-    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(ffn),
-                    num_threads=team(2*rows*ffn)):
-        swiglu_row(<const float*>gu + 2*r*ffn, <const float*>gu + (2*r + 1)*ffn,
-                   <float*>h + r*ffn, ffn)
+    cdef idx r, t, step = grain(ffn), n = parts(rows, step)
+    cdef Tasks tasks
+    deal(&tasks, team(2*rows*ffn))
+    with nogil, parallel(num_threads=tasks.runs):
+        t = take(&tasks, n)
+        while t >= 0:
+            for r in range(t*step, least(rows, t*step + step)):
+                swiglu_row(<const float*>gu + 2*r*ffn, <const float*>gu + (2*r + 1)*ffn,
+                       <float*>h + r*ffn, ffn)
+            t = take(&tasks, n)
 
 
 cdef void swiglu_backward_row(float* gate, float* up, const float* dh, idx n) noexcept nogil:
@@ -2165,11 +2250,16 @@ cdef void swiglu_backward_row(float* gate, float* up, const float* dh, idx n) no
 
 def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
     """gu [rows, 2 ffn] becomes its gradient, in place, from dh [rows, ffn]."""
-    cdef idx r
-    for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(ffn),
-                    num_threads=team(2*rows*ffn)):
-        swiglu_backward_row(<float*>gu + 2*r*ffn, <float*>gu + (2*r + 1)*ffn,
-                            <const float*>dh + r*ffn, ffn)
+    cdef idx r, t, step = grain(ffn), n = parts(rows, step)
+    cdef Tasks tasks
+    deal(&tasks, team(2*rows*ffn))
+    with nogil, parallel(num_threads=tasks.runs):
+        t = take(&tasks, n)
+        while t >= 0:
+            for r in range(t*step, least(rows, t*step + step)):
+                swiglu_backward_row(<float*>gu + 2*r*ffn, <float*>gu + (2*r + 1)*ffn,
+                                <const float*>dh + r*ffn, ffn)
+            t = take(&tasks, n)
 
 
 # Embedding:  y_i = w[token_i];  dw[token] += dy_i of all its positions, in a stable sort's order
@@ -2670,7 +2760,7 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     # A task is a head, or as many of its tiles as leave TASKS a thread: the fewer tasks, the less
     # often k and v are staged (of the time at 4 heads of 2,048: 7 % in tasks of 4 tiles)
     cdef idx step = TILE*most(1, least(tiles, heads*tiles//(TASKS*threads)))
-    cdef idx chunks = parts(a.sq, step), tasks = heads*chunks, t, first
+    cdef idx chunks = parts(a.sq, step), n = heads*chunks, t, first
     # Per thread: k and v; q and o^T; s; m, l and fade; q^T and p as operands.  One query: q, o, s
     cdef idx size = (2*room_of(&a, a.keys*a.wide) + 2*TILE*a.wide + KEYS*TILE + 3*TILE
                      + room_of(&a, TILE*a.wide) + room_of(&a, KEYS*TILE))
@@ -2678,14 +2768,18 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
         size = 2*a.wide + a.keys
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
+    cdef Tasks tasks
+    deal(&tasks, threads)
     with nogil, parallel(num_threads=threads):
-        for t in prange(tasks, schedule='dynamic'):
+        t = take(&tasks, n)
+        while t >= 0:
             first = (chunks - 1 - t % chunks)*step      # late queries see the most: they go first
             if a.sq == 1 and a.sk > 0:
                 one_query(&a, t//a.heads, t % a.heads, room + threadid()*size)
             else:
                 forward_chunk(&a, t//chunks//a.heads, t//chunks % a.heads, first,
                               least(a.sq, first + step), room + threadid()*size)
+            t = take(&tasks, n)
 
 
 cdef void row_dots(const float* x, const float* y, idx width, float* z) noexcept nogil:
@@ -2814,8 +2908,8 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
     cdef Attention a
     cdef size_t[8] address = [q, k, v, o, dy, dq, dk, dv]
     describe(&a, <const int64_t*>dims, address, 8, <float*>lse, scale)
-    cdef idx tasks = a.batch*a.kv_heads, t
-    cdef int threads = most(1, least(tasks, attention_team(&a)))
+    cdef idx n = a.batch*a.kv_heads, t
+    cdef int threads = most(1, least(n, attention_team(&a)))
     # Per thread: dk and dv; k, v and k^T; tiles of queries; p and ds; lse and delta; q and dy both
     # ways, and p or ds, as operands
     cdef idx size = (2*a.keys*a.wide + (3 if a.split else 2)*room_of(&a, a.keys*a.wide)
@@ -2823,9 +2917,13 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
                      + 4*room_of(&a, TILE*a.wide) + room_of(&a, KEYS*TILE))
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
+    cdef Tasks tasks
+    deal(&tasks, threads)
     with nogil, parallel(num_threads=threads):
-        for t in prange(tasks, schedule='dynamic'):
+        t = take(&tasks, n)
+        while t >= 0:
             backward_head(&a, t//a.kv_heads, t % a.kv_heads, room + threadid()*size)
+            t = take(&tasks, n)
 
 
 # ---- 9. Optimizer --------------------------------------------------------------------------------
