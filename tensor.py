@@ -184,6 +184,7 @@ if hasattr(os, "register_at_fork"):     # a forked child has no team: waiting fo
 # NumPy's type and the bytes of each dtype.  bf16 is storage only (the upper half of an fp32).
 DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(np.uint16), "f64": np.dtype(np.float64),
           "i64": np.dtype(np.int64), "i32": np.dtype(np.int32), "u8": np.dtype(np.uint8)}
+ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
 class Storage:
@@ -207,15 +208,17 @@ class Tensor:
     """An n-dimensional view of a storage.
 
     shape, strides (in elements, 0 repeats) and offset address it; dtype is a key of DTYPES.
+    ptr is the address of the first element.
     `requires_grad`, `grad` (a Tensor of the same shape, or None), `node` and `index` belong to
     autograd.py, which also gives this class its operators.
     """
-    __slots__ = ("storage", "shape", "strides", "offset", "dtype", "requires_grad", "_grad", "node",
-                 "index")
+    __slots__ = ("storage", "shape", "strides", "offset", "dtype", "ptr", "requires_grad", "_grad",
+                 "node", "index")
 
     def __init__(self, storage, shape, strides, offset=0, dtype="f32", requires_grad=False):
         self.storage, self.shape, self.strides = storage, shape, strides
         self.offset, self.dtype, self.requires_grad = offset, dtype, requires_grad
+        self.ptr = storage.address + offset*ITEMSIZE[dtype]     # a kernel asks more than once
         self._grad = self.node = None
         self.index = 0
 
@@ -223,11 +226,6 @@ class Tensor:
     ndim = property(lambda self: len(self.shape))
     size = property(lambda self: math.prod(self.shape))
     version = property(lambda self: self.storage.version)
-
-    @property
-    def ptr(self):
-        """The address of the first element."""
-        return self.storage.address + self.offset*DTYPES[self.dtype].itemsize
 
     @property
     def grad(self):
@@ -305,7 +303,7 @@ def contiguous_strides(shape):
 def empty(shape, dtype="f32", device="cpu"):
     """A new contiguous tensor; its contents are undefined."""
     shape = tuple(shape)
-    storage = Storage(math.prod(shape)*DTYPES[dtype].itemsize, device)
+    storage = Storage(math.prod(shape)*ITEMSIZE[dtype], device)
     return Tensor(storage, shape, contiguous_strides(shape), dtype=dtype)
 
 
@@ -666,8 +664,7 @@ def softmax_backward(dy, y):
 
 def operand(t):
     """A matrix view as (tensor, leading dimension, transposed?); copied if it is neither."""
-    rows, cols = t.shape[-2:]
-    down, along = t.strides[-2:]
+    (rows, cols), (down, along) = t.shape[-2:], t.strides[-2:]
     if along == 1 and (down >= cols or rows == 1):
         return t, max(down, cols), False
     if down == 1 and (along >= rows or cols == 1):
@@ -698,8 +695,8 @@ def matmul(a, b, out=None, acc=False):
     in place, so that C = op(A) op(B) also covers a product's gradients: dA = dC B^T, dB = A^T dC.
     """
     left, right = a.shape, b.shape      # looked up once: half of a product of 64^3 is Python
-    need(len(left) >= 2 and len(right) >= 2 and left[-1] == right[-2], "matmul",
-         "wants [..., m, k] and [..., k, n], got", a, b)
+    if len(left) < 2 or len(right) < 2 or left[-1] != right[-2]:
+        need(False, "matmul", "wants [..., m, k] and [..., k, n], got", a, b)
     m, n, k, batch = left[-2], right[-1], left[-1], ()
     if len(left) + len(right) > 4:
         batch = broadcast("matmul", a, b, skip=2)
