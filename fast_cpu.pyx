@@ -1055,7 +1055,7 @@ cdef enum:
     SPLIT_ROWS = 16         # its rows
     SPLIT_FROM = 16         # rows from which on a product is one of panels: fewer are bound by
                             # reading B; and, where there is AMX, is computed in parts
-    SPLIT_COLUMNS = 64      # columns that pay for packing parts, 0.2 ns an element of A more
+    SPLIT_COLUMNS = 32      # columns that pay for packing parts, 0.2 ns an element of A more
     SPLIT_ROOM = 24         # floats that 16 elements in three parts of 2 bytes take
 
 cdef struct Product:
