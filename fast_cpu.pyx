@@ -23,7 +23,7 @@ the same bits for any number of threads.  Kernels are `noexcept nogil`; constant
 """
 from cython.parallel cimport parallel, prange, threadid
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.math cimport INFINITY, log, logf, sqrt, sqrtf
+from libc.math cimport INFINITY, fabsf, log, logf, sqrt, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -143,6 +143,10 @@ cdef extern from *:
     #define PAIR(x, y) ((vf)(((vu)(x) >> 16) | (vu)(y)))
     #define LOG2_E 1.44269504f
     #define LN_2 0.693147181f
+    /* 2^r for |r| <= 1/2, of numbers or vectors: the polynomial with the least largest relative
+       error, 0.9e-7, that is 1 at 0 */
+    #define POW2(r) (((((1.326472731e-3f*(r) + 9.671512991e-3f)*(r) + 5.550733582e-2f)*(r) \
+                       + 2.402224243e-1f)*(r) + 6.931470037e-1f)*(r) + 1.0f)
     /* spelled out between two loops of a region: what Cython emits has none at a loop's end */
     #if defined(_OPENMP)
     #define barrier() _Pragma("omp barrier")
@@ -202,6 +206,8 @@ cdef extern from *:
     void AMX_STORE(float*, Py_ssize_t) noexcept nogil
     vf UPPER(vf) noexcept nogil
     vf PAIR(vf, vf) noexcept nogil
+    float pow2 "POW2"(float) noexcept nogil
+    vf pow2_lanes "POW2"(vf) noexcept nogil
     void barrier() noexcept nogil
     Py_ssize_t fetch_add(Py_ssize_t*, Py_ssize_t) noexcept nogil
     void prefetch(const void*) noexcept nogil
@@ -495,24 +501,23 @@ cdef inline vf weight(vf x) noexcept nogil:
     """2^x of VL lanes that are at most 0 (or NaN), to 2 ulp; 0 below -126.5.
 
     For the weights of a softmax: with scores in units of ln2, an exp is two thirds of fexp's work.
-    2^x = 2^n 2^r, n = round(x): a polynomial of degree 5 on |r| <= 1/2 with the least largest
-    relative error, 0.9e-7.  Adding 1.5*2^23 + 127 rounds to an integer as in fexp, and leaves
+    2^x = 2^n 2^r, n = round(x): a polynomial of degree 5 on |r| <= 1/2, POW2.  Adding 1.5*2^23 + 127 rounds to an integer as in fexp, and leaves
     n + 127, an exponent, in the low bits; from x = -127 on that is 0, and so is the product.
     """
     cdef vf c = vmax(VZERO - <float>127.0, x)
     cdef vf t = c + <float>12583039.0
     cdef vf r = c - (t - <float>12583039.0)
-    cdef vf p = r*<float>1.326472731307149e-3 + <float>9.671512991189957e-3
-    p = p*r + <float>5.550733581185341e-2
-    p = p*r + <float>2.4022242426872253e-1
-    p = p*r + <float>6.931470036506653e-1
-    p = p*r + <float>1.0
-    return p*(<vf>(<vi>t << 23))
+    return pow2_lanes(r)*(<vf>(<vi>t << 23))
 
 
 cdef inline float sigmoid(float x) noexcept nogil:
-    """1/(1 + e^-x): where e^-x is inf this is 0, so no number gives NaN."""
-    return <float>1.0/(<float>1.0 + fexp(-x))
+    """s = 1/(1 + e^-x), by e^-|x| as in `weight`, which cannot overflow: s(-x) = e^-x s(x)."""
+    cdef float y = fabsf(x)*-LOG2_E
+    cdef float c = <float>-127.0 if y < <float>-127.0 else y
+    cdef float t = c + <float>12583039.0
+    cdef float e = pow2(c - (t - <float>12583039.0))*i2f(f2i(t) << 23)
+    cdef float s = <float>1.0/(<float>1.0 + e)
+    return e*s if x < <float>0.0 else s
 
 
 # ---- 4. Elementwise ------------------------------------------------------------------------------
@@ -1047,7 +1052,7 @@ cdef enum:
     ROOM = 1 << 18          # floats that are packed at a time, unless a slice is larger
     TASKS = 4               # tasks a thread gets at least: one may be slowed by other processes
     TILE_MAX = 32*32        # room for one tile
-    AHEAD = 8               # rows that are fetched ahead while packing
+    AHEAD = 8               # rows that are fetched ahead while packing, or in an epilogue
     PARALLEL_FROM = 1 << 20 # multiply-adds below which one thread is faster than a team
     THIN = 4                # rows of the low register tiles, or twice as many; 8 sums still hide
                             # the latency, and one token's products consist of these
@@ -1377,11 +1382,15 @@ cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogi
                         p.first_sequence + <uint64_t>sequence, p.site, p.threshold, p.keep_scale)
         if p.residual != NULL:
             r = p.residual + i*p.ldc
+            prefetch(r + AHEAD*p.ldc + j0)
+            prefetch(r + AHEAD*p.ldc + j0 + NR//2)
             j = j0
             while j < j1:
                 store(c + j, load(r + j, j1 - j) + load(c + j, j1 - j), j1 - j)
                 j += VL
         if p.h != NULL:                 # whole panels: see gemm()
+            prefetch_write(p.h + (i + AHEAD)*(p.n//2) + j0)
+            prefetch_write(p.h + (i + AHEAD)*(p.n//2) + j0 + NR//2)
             swiglu_panel(c + j0, c + p.n//2 + j0, p.h + i*(p.n//2) + j0)
 
 
