@@ -258,7 +258,8 @@ cdef inline int team(idx elements) noexcept nogil:
 
 # Tasks of a loop that a team shares.  Each thread takes those of its own run first, in order, and
 # then what others have left: so rows stay with one thread, and in its caches, from operation to
-# operation (8 % of a small model's step), and a thread that other processes hold up holds up nobody.
+# operation (8 % of a small model's step), and a thread that is held up by other processes holds up
+# no other.
 
 cdef struct Run:
     idx taken
@@ -501,7 +502,7 @@ cdef inline vf weight(vf x) noexcept nogil:
     """2^x of VL lanes that are at most 0 (or NaN), to 2 ulp; 0 below -126.5.
 
     For the weights of a softmax: with scores in units of ln2, an exp is two thirds of fexp's work.
-    2^x = 2^n 2^r, n = round(x): a polynomial of degree 5 on |r| <= 1/2, POW2.  Adding 1.5*2^23 + 127 rounds to an integer as in fexp, and leaves
+    2^x = 2^n 2^r, n = round(x).  Adding 1.5*2^23 + 127 rounds to an integer as in fexp, and leaves
     n + 127, an exponent, in the low bits; from x = -127 on that is 0, and so is the product.
     """
     cdef vf c = vmax(VZERO - <float>127.0, x)
