@@ -1051,6 +1051,7 @@ cdef enum:
     NC = 8192               # columns of B that are packed at a time: 16 MB, within L3
     GROUP = 8               # panels of a task of packing at most: long runs of memory
     ROOM = 1 << 18          # floats that are packed at a time, unless a slice is larger
+    LITTLE = 12288          # floats of scratch that the stack has room for
     TASKS = 4               # tasks a thread gets at least: one may be slowed by other processes
     TILE_MAX = 32*32        # room for one tile
     AHEAD = 8               # rows that are fetched ahead while packing, or in an epilogue
@@ -1662,12 +1663,16 @@ cdef void run_product(Product* p):
     cdef idx t, step
     cdef Buffer own, room
     cdef Plan plan
+    cdef float little[LITTLE + 16]      # for 64^3, whose buffer would take a tenth of the time
     lay_out(p)
     if p.m < SPLIT_FROM and p.tb and not p.ta:
         step = most(4, parts(p.n, 4*TASKS*threads)*4)       # columns of a task
         for t in prange(parts(p.n, step), nogil=True, schedule='dynamic',
                         num_threads=1 if p.n*p.k < SERIAL_BELOW else THREADS):
             few_rows(p, t*step, least(p.n, t*step + step))
+        return
+    if threads == 1 and own_room(p) <= LITTLE:
+        multiply_serial(p, <float*>((<size_t>little + 63)//64*64))
         return
     own = Buffer(threads*own_room(p)*4)
     if threads == 1:
@@ -2244,7 +2249,7 @@ def swiglu(size_t gu, size_t h, idx rows, idx ffn):
         while t >= 0:
             for r in range(t*step, least(rows, t*step + step)):
                 swiglu_row(<const float*>gu + 2*r*ffn, <const float*>gu + (2*r + 1)*ffn,
-                       <float*>h + r*ffn, ffn)
+                           <float*>h + r*ffn, ffn)
             t = take(&tasks, n)
 
 
@@ -2268,7 +2273,7 @@ def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
         while t >= 0:
             for r in range(t*step, least(rows, t*step + step)):
                 swiglu_backward_row(<float*>gu + 2*r*ffn, <float*>gu + (2*r + 1)*ffn,
-                                <const float*>dh + r*ffn, ffn)
+                                    <const float*>dh + r*ffn, ffn)
             t = take(&tasks, n)
 
 
@@ -2324,7 +2329,8 @@ def embed_backward(size_t tokens, size_t order, size_t dy, size_t dw, idx n, idx
 # tile stops there.
 #
 # Scores lie transposed, s[key][query]: a lane is a query, so the softmax runs down the tile and
-# needs no sum across lanes.  Every operand is first copied into scratch with zeros around it: that
+# needs no sum across lanes.  They are in units of ln2, q carrying scale/ln2, so that a weight is a
+# power of two.  Operands are first copied into scratch with zeros around them, or packed: that
 # leaves one mechanism for every length, stride and head size, and rows a power of two apart no
 # longer push one another out of the cache.
 #
@@ -2439,7 +2445,6 @@ cdef Operand left(bint split, const float* x, idx row, idx step, idx rows, idx d
                   float* room) noexcept nogil:
     """x[i*row + t*step], one of row and step being 1, as a left operand of depth t."""
     cdef Operand made
-    cdef idx i
     made.split, made.x, made.row, made.step = split, x, row, step
     if split:
         made.x, made.row = room, parts(depth, SPLIT)*SPLIT*SPLIT_ROOM
@@ -2451,7 +2456,6 @@ cdef Operand right(bint split, const float* x, idx ld, bint turned, idx cols, id
                    float* room) noexcept nogil:
     """x [depth, cols], or [cols, depth] if turned (which takes whole tiles), as a right operand."""
     cdef Operand made
-    cdef idx j
     made.split, made.x, made.row, made.step = split, x, 0, ld
     if split:
         made.x, made.row = room, parts(depth, SPLIT)*SPLIT*2*SPLIT_ROOM
@@ -2694,7 +2698,7 @@ cdef Operand key_columns(const Attention* a, const View* x, idx b, idx head, idx
 
 cdef inline Operand block_from(const Attention* a, Operand v, idx k0) noexcept nogil:
     """Of such an operand, the block from key k0 on."""
-    v.x = v.x + (room_of(a, k0*a.wide))
+    v.x = v.x + room_of(a, k0*a.wide)
     return v
 
 

@@ -360,6 +360,8 @@ class Row:
         for value, wants in zip(args, self.wants):
             if isinstance(value, Tensor) and value.dtype not in wants:
                 self.refuse(value, wants)
+        if not kwargs and not DEBUG:
+            return self.cpu(*args)
         for name, value in kwargs.items():
             if isinstance(value, Tensor) and value.dtype not in FIXED.get(name, self.dtypes):
                 self.refuse(value, FIXED.get(name, self.dtypes))
@@ -664,7 +666,10 @@ def softmax_backward(dy, y):
 
 def operand(t):
     """A matrix view as (tensor, leading dimension, transposed?); copied if it is neither."""
-    (rows, cols), (down, along) = t.shape[-2:], t.strides[-2:]
+    shape, strides = t.shape, t.strides
+    if len(shape) > 2:
+        shape, strides = shape[-2:], strides[-2:]
+    (rows, cols), (down, along) = shape, strides
     if along == 1 and (down >= cols or rows == 1):
         return t, max(down, cols), False
     if down == 1 and (along >= rows or cols == 1):
@@ -700,13 +705,14 @@ def matmul(a, b, out=None, acc=False):
     m, n, k, batch = left[-2], right[-1], left[-1], ()
     if len(left) + len(right) > 4:
         batch = broadcast("matmul", a, b, skip=2)
-    out = empty((*batch, m, n), "f32", a.device) if out is None else out
-    if out.shape != (*batch, m, n):
-        need(False, "matmul", f"the result is {(*batch, m, n)}, `out` has", out)
+    shape = (*batch, m, n)
+    out = empty(shape, "f32", a.device) if out is None else out
+    if out.shape != shape:
+        need(False, "matmul", f"the result is {shape}, `out` has", out)
     (a, lda, ta), (b, ldb, tb), ldc = operand(a), operand(b), out.strides[-2] if m > 1 else n
     if not batch or math.prod(batch) == 1:
         core.gemm(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc,
-                  packed_weight(b, ldb, tb, m, n, k))
+                  0 if b.storage.packs is None else packed_weight(b, ldb, tb, m, n, k))
     else:
         at = np.stack([starts(t, batch) for t in (a, b, out)], 1)
         core.gemm_batch(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc, len(at),
