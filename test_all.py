@@ -764,6 +764,19 @@ def test_large_products():
         tensor.set_threads(threads)
 
 
+@pytest.mark.smoke
+def test_rounds_of_a_product():
+    """Where a product packs and multiplies in turns, no thread runs ahead of another: more threads
+    than cores, again and again, and always the bits of one thread."""
+    rng = rng_of("rounds")
+    x, y = own(rng.standard_normal((1500, 256))), own(rng.standard_normal((1500, 600)))
+    tensor.set_threads(1)
+    alone = tensor.matmul(tensor.transposed(x), y).numpy()
+    for threads in (2, 3, 5)*8:
+        tensor.set_threads(threads)
+        assert_same_bits(tensor.matmul(tensor.transposed(x), y).numpy(), alone, f"{threads}")
+
+
 def test_products_keep_all_bits():
     """A product with powers of two is exact to the last of 24 bits, in three parts as well: a part
     left out, or rounded instead of cut off, would show."""
@@ -827,6 +840,25 @@ def test_exp():
     nan = np.zeros(37, np.float32)
     nan[[0, 17, 36]] = np.nan
     assert_same_bits(np.isnan(ag.exp(own(nan)).numpy()), np.isnan(nan))
+
+
+def test_weights_and_sigmoids():
+    """The power of two behind softmax and silu: exact sums, right tails, nothing odd for any
+    finite float."""
+    x = np.linspace(-60, 0, 200_001, dtype=np.float32).reshape(3, -1)
+    truth = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
+    truth /= truth.sum(1, keepdims=True)
+    # a score that lies d below the largest has d*2^-24 of it as rounding error in its weight
+    assert (np.abs(ag.softmax(own(x)).numpy()/truth - 1) < 1e-6 + 20*2.0**-23).all()
+    far = own(np.float32([[0, -86, -88, -1e30, -np.inf]]))
+    assert (ag.softmax(far).numpy()[0, [0, 2, 3, 4]] == [1, 0, 0, 0]).all()
+    for piece in itertools.chain(floats(1e-38, 3e38, 99991), floats(-1e-38, -3e38, 99991)):
+        y = ag.silu(own(piece)).numpy()
+        assert np.isfinite(y).all()
+        with np.errstate(over="ignore"):
+            error = np.abs(y - silu64(piece.astype(np.float64)))
+        # as above: e^-|x| has the rounding error of x
+        assert (error <= (1e-6 + 1e-7*np.minimum(np.abs(piece), 90))*np.abs(y) + 1e-30).all()
 
 
 @pytest.mark.slow
