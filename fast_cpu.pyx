@@ -258,8 +258,8 @@ cdef inline int team(idx elements) noexcept nogil:
 
 # Tasks of a loop that a team shares.  Each thread takes those of its own run first, in order, and
 # then what others have left: so rows stay with one thread, and in its caches, from operation to
-# operation (5 to 8 % of a small model's step), and a thread that is held up by other processes holds up
-# no other.
+# operation (5 to 8 % of a small model's step), and a thread that is held up by other processes
+# holds up no other.
 
 cdef struct Run:
     idx taken
