@@ -12,7 +12,8 @@ How it reads, top to bottom:
 6. Matrix products     packed panels, register tiles, epilogues in the store
 7. Row operations      norms, RoPE, softmax, SwiGLU, the loss, embeddings
 8. Attention           tiles of queries and keys with an online softmax
-9. Optimizer           sums of squares and AdamW over the flat parameter buffer
+9. Narrow heads        a loss and its gradients from tiles of logits that are never stored
+10. Optimizer          sums of squares and AdamW over the flat parameter buffer
 
 Conventions.  The functions that Python calls take plain integer addresses (a memoryview costs 240
 ns a call, an address 10) and sizes in elements; every pointer is to contiguous fp32 unless the
@@ -23,7 +24,7 @@ the same bits for any number of threads.  Kernels are `noexcept nogil`; constant
 """
 from cython.parallel cimport parallel, prange, threadid
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.math cimport INFINITY, fabsf, log, logf, sqrt, sqrtf
+from libc.math cimport INFINITY, exp2, fabsf, log, log2, logf, sqrt, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -2239,20 +2240,6 @@ cdef void swiglu_row(const float* gate, const float* up, float* h, idx n) noexce
         h[i] = silu(gate[i])*up[i]
 
 
-def swiglu(size_t gu, size_t h, idx rows, idx ffn):
-    """h [rows, ffn] from gu [rows, 2 ffn] = gate | up."""
-    cdef idx r, t, step = grain(ffn), n = parts(rows, step)
-    cdef Tasks tasks
-    deal(&tasks, team(2*rows*ffn))
-    with nogil, parallel(num_threads=tasks.runs):
-        t = take(&tasks, n)
-        while t >= 0:
-            for r in range(t*step, least(rows, t*step + step)):
-                swiglu_row(<const float*>gu + 2*r*ffn, <const float*>gu + (2*r + 1)*ffn,
-                           <float*>h + r*ffn, ffn)
-            t = take(&tasks, n)
-
-
 cdef void swiglu_backward_row(float* gate, float* up, const float* dh, idx n) noexcept nogil:
     """One row; the sigmoid is computed again from gate."""
     cdef float g, u, s
@@ -2263,8 +2250,8 @@ cdef void swiglu_backward_row(float* gate, float* up, const float* dh, idx n) no
         up[i] = dh[i]*(g*s)
 
 
-def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
-    """gu [rows, 2 ffn] becomes its gradient, in place, from dh [rows, ffn]."""
+cdef void swiglu_rows(float* gu, float* h, idx rows, idx ffn, bint backward) noexcept nogil:
+    """The rows of one of the two below, shared by the team."""
     cdef idx r, t, step = grain(ffn), n = parts(rows, step)
     cdef Tasks tasks
     deal(&tasks, team(2*rows*ffn))
@@ -2272,9 +2259,21 @@ def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
         t = take(&tasks, n)
         while t >= 0:
             for r in range(t*step, least(rows, t*step + step)):
-                swiglu_backward_row(<float*>gu + 2*r*ffn, <float*>gu + (2*r + 1)*ffn,
-                                    <const float*>dh + r*ffn, ffn)
+                if backward:
+                    swiglu_backward_row(gu + 2*r*ffn, gu + (2*r + 1)*ffn, h + r*ffn, ffn)
+                else:
+                    swiglu_row(gu + 2*r*ffn, gu + (2*r + 1)*ffn, h + r*ffn, ffn)
             t = take(&tasks, n)
+
+
+def swiglu(size_t gu, size_t h, idx rows, idx ffn):
+    """h [rows, ffn] from gu [rows, 2 ffn] = gate | up."""
+    swiglu_rows(<float*>gu, <float*>h, rows, ffn, False)
+
+
+def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
+    """gu [rows, 2 ffn] becomes its gradient, in place, from dh [rows, ffn]."""
+    swiglu_rows(<float*>gu, <float*>dh, rows, ffn, True)
 
 
 # Embedding:  y_i = w[token_i];  dw[token] += dy_i of all its positions, in a stable sort's order
@@ -2940,7 +2939,243 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
             t = take(&tasks, n)
 
 
-# ---- 9. Optimizer --------------------------------------------------------------------------------
+# ---- 9. Narrow heads -----------------------------------------------------------------------------
+# Cross-entropy of logits s = x w^T that never reach memory:
+#
+#   L = ln(sum_j e^s_j)       loss = L - s_target
+#   p = e^(s - L)             dw = scale (p - [j = target])^T x       dx = scale (p - [..]) w
+#
+# A tile of logits is made for L, and again for p: four products where three would do.  At dim 32
+# they are cheaper than writing rows*vocab floats, reading them back and packing them twice: the
+# head takes 25 ms instead of 31 (512 rows, 50,257 words, 2 threads); at dim 128 it is no faster.
+#
+# A task is a range of words for all rows.  What it has of dw is complete; what it has of L and dx
+# joins that of the other ranges in their order.  As in section 8 tiles are s[word][row], a lane is
+# a row, and scores are in units of ln2, here because w is staged as w/ln2.
+
+cdef enum:
+    HEAD_WORDS = 256                # words of a range at least
+    HEAD_RANGES = 64                # ranges at most: each keeps its share of dx
+    HEAD_PASSES = 4                 # ranges' sums, rows' L, ranges' gradients, rows' dx
+
+cdef struct Head:
+    const float* x                  # [rows, dim]
+    const float* w                  # [words, dim], of which the first `vocab` count
+    const int64_t* targets          # [rows], below 0 where a row does not count
+    double* losses                  # [rows]
+    float* dx                       # [rows, dim], or NULL
+    float* dw                       # [words, dim], or NULL
+    bint add_x, add_w               # add to them
+    idx rows, dim, words, vocab
+    float scale                     # of the gradients
+    # What follows from these
+    idx wide, tall                  # dim in whole vectors, and wide in whole register tiles
+    idx tiles, each, ranges         # tiles of rows, words of a range
+    float* log_sum                  # [tiles, TILE]: L/ln2; infinite, so that p is 0, without target
+    float* top                      # [ranges, tiles, TILE]: of a range, its largest score
+    float* sum                      # and its sum of 2^(s - top)
+    float* shares                   # [ranges, tiles, tall, TILE]: a range's share of dx, across
+
+# A thread's scratch for a range and a tile of rows.
+cdef struct Desk:
+    float* w                        # [each, wide], in units of ln2
+    float* dw                       # [each, wide]
+    float* x                        # [TILE, wide]
+    float* s                        # [KEYS, TILE]
+    float* fade                     # [TILE]
+    Operand w_rows, xt              # w and x^T as operands, in parts where there is AMX
+    float* w_room
+    float* xt_room
+
+
+cdef idx lay_desk(const Head* h, float* room, Desk* d) noexcept nogil:
+    """Places in `room`, which takes the floats that are returned."""
+    cdef idx w = h.each*h.wide, x = TILE*h.wide
+    d.w = room
+    d.dw = d.w + w
+    d.x = d.dw + w
+    d.s = d.x + x
+    d.fade = d.s + KEYS*TILE
+    d.w_room = d.fade + TILE
+    d.xt_room = d.w_room + w*3//2
+    return d.xt_room + x*3//2 - room
+
+
+cdef inline Operand as_it_lies(const float* x, idx row, idx step) noexcept nogil:
+    """An operand of `multiply` that is not packed."""
+    cdef Operand made
+    made.split, made.x, made.row, made.step = False, x, row, step
+    return made
+
+
+cdef void head_sums(const Head* h, idx r, idx tile, idx words, const Desk* d) noexcept nogil:
+    """Maximum and sum of a range of words, for a tile of rows."""
+    cdef idx k0 = 0, keys
+    cdef float* top = h.top + (r*h.tiles + tile)*TILE
+    cdef float* total = h.sum + (r*h.tiles + tile)*TILE
+    fill_part(<float>-1e30, top, TILE)
+    fill_part(0, total, TILE)
+    while k0 < words:
+        keys = least(KEYS, words - k0)
+        multiply(keys, TILE, h.dim, rows_from(d.w_rows, k0), d.xt, d.s, TILE, False, -FAR)
+        softmax_tile(d.s, top, total, d.fade, TILE, keys, FAR)
+        k0 += KEYS
+
+
+cdef void weigh(float* s, const float* log_sum, const int64_t* targets, idx rows, idx first,
+                idx keys) noexcept nogil:
+    """In place: scores of words from `first` on to 2^(s - L), less 1 at a row's target."""
+    cdef idx i, key, j
+    cdef vf* x
+    for key in range(keys):
+        x = <vf*>(s + key*TILE)
+        for j in range(TILE//VL):
+            x[j] = weight(x[j] - (<const vf*>log_sum)[j])
+    for i in range(rows):
+        if first <= targets[i] < first + keys:
+            s[(targets[i] - first)*TILE + i] -= 1
+
+
+cdef void head_gradients(const Head* h, idx r, idx tile, idx words, const Desk* d) noexcept nogil:
+    """What a tile of rows adds to a range's dw, and the range's share of their dx."""
+    cdef idx k0 = 0, q0 = tile*TILE, rows = least(TILE, h.rows - q0), keys
+    cdef float* share = h.shares + (r*h.tiles + tile)*TILE*h.tall
+    while k0 < words:
+        keys = least(KEYS, words - k0)
+        multiply(keys, TILE, h.dim, rows_from(d.w_rows, k0), d.xt, d.s, TILE, False, -FAR)
+        weigh(d.s, h.log_sum + q0, h.targets + q0, rows, r*h.each + k0, keys)
+        if h.dw != NULL:
+            multiply(keys, h.wide, rows, as_it_lies(d.s, TILE, 1), as_it_lies(d.x, 0, h.wide),
+                     d.dw + k0*h.wide, h.wide, True, -FAR)
+        if h.dx != NULL:
+            multiply(h.dim, TILE, keys, as_it_lies(d.w + k0*h.wide, 1, h.wide),
+                     as_it_lies(d.s, 0, TILE), share, TILE, k0 > 0, -FAR)
+        k0 += KEYS
+
+
+cdef void head_range(const Head* h, idx r, bint gradients, float* room) noexcept nogil:
+    """The task of a range of words: its sums, or its gradients."""
+    cdef idx first = r*h.each, words = least(h.each, h.vocab - first), tile, q0, i
+    cdef Desk d
+    lay_desk(h, room, &d)
+    if WITH_AMX:
+        AMX_OPEN()
+    stage(h.w + first*h.dim, h.dim, words, h.dim, LOG2_E, d.w, h.each, h.wide)
+    memset(d.dw, 0, h.each*h.wide*sizeof(float))
+    d.w_rows = left(WITH_AMX, d.w, h.wide, 1, h.each, h.dim, d.w_room)
+    for tile in range(h.tiles):
+        q0 = tile*TILE
+        stage(h.x + q0*h.dim, h.dim, least(TILE, h.rows - q0), h.dim, 1, d.x, TILE, h.wide)
+        d.xt = right(WITH_AMX, d.x, h.wide, True, TILE, h.dim, d.xt_room)
+        if gradients:
+            head_gradients(h, r, tile, words, &d)
+        else:
+            head_sums(h, r, tile, words, &d)
+    if WITH_AMX:
+        AMX_CLOSE()
+    for i in range(words if gradients and h.dw != NULL else 0):
+        put_row(d.dw + i*h.wide, h.scale, h.dw + (first + i)*h.dim, h.dim, h.add_w)
+
+
+cdef inline void put_row(const float* x, float factor, float* y, idx n, bint add) noexcept nogil:
+    """y (+)= factor x."""
+    cdef idx j = 0
+    cdef vf v
+    while j < n:
+        v = load(x + j, n - j)*factor
+        if add:
+            v = v + load(y + j, n - j)
+        store(y + j, v, n - j)
+        j += VL
+
+
+cdef void close_row(const Head* h, idx q) noexcept nogil:
+    """L and the loss of a row, from what the ranges have of them."""
+    cdef idx r, j, lanes = h.tiles*TILE
+    cdef float top = <float>-1e30
+    cdef double total = 0, score = 0
+    h.log_sum[q] = INFINITY
+    if q < h.rows:
+        h.losses[q] = 0
+    if q >= h.rows or h.targets[q] < 0:
+        return
+    for r in range(h.ranges):
+        top = h.top[r*lanes + q] if h.top[r*lanes + q] > top else top
+    for r in range(h.ranges):
+        total += h.sum[r*lanes + q]*exp2(<double>h.top[r*lanes + q] - top)
+    for j in range(h.dim):
+        score += <double>h.x[q*h.dim + j]*h.w[h.targets[q]*h.dim + j]
+    h.log_sum[q] = <float>(top + log2(total))
+    h.losses[q] = (top + log2(total))*0.6931471805599453 - score
+
+
+cdef void head_tile(const Head* h, idx tile, bint gradients, float* room) noexcept nogil:
+    """The task of a tile of rows: L and losses, or dx, the ranges' shares of it in their order."""
+    cdef idx i, r, size = TILE*h.tall
+    cdef float* total = h.shares + tile*size
+    if not gradients:
+        for i in range(TILE):
+            close_row(h, tile*TILE + i)
+        return
+    for r in range(1, h.ranges):
+        add_rows(total, total + r*h.tiles*size, total, size)
+    flip(total, h.wide, TILE, room)
+    for i in range(least(TILE, h.rows - tile*TILE)):
+        put_row(room + i*h.wide, h.scale*LN_2, h.dx + (tile*TILE + i)*h.dim, h.dim, h.add_x)
+
+
+cdef void run_head(const Head* h, int threads, idx size, float* room) noexcept nogil:
+    """The passes; a barrier after each, since every task reads what all of the last pass left."""
+    cdef Tasks tasks[HEAD_PASSES]
+    cdef int i, passes = HEAD_PASSES if h.dx != NULL else 3 if h.dw != NULL else 2
+    cdef idx t, n
+    for i in range(passes):
+        deal(&tasks[i], threads)
+    with nogil, parallel(num_threads=threads):
+        for i in range(passes):
+            n = h.tiles if i % 2 else h.ranges
+            t = take(&tasks[i], n)
+            while t >= 0:
+                if i % 2:
+                    head_tile(h, t, i > 1, room + threadid()*size)
+                else:
+                    head_range(h, t, i > 1, room + threadid()*size)
+                t = take(&tasks[i], n)
+            barrier()
+
+
+def head_loss(size_t x, size_t w, size_t targets, size_t losses, idx rows, idx dim, idx words,
+              idx vocab, float scale, size_t dx=0, bint add_x=False, size_t dw=0,
+              bint add_w=False):
+    """losses[rows] (double) and, where there is a place for them, gradients times scale.
+
+    x [rows, dim], w [words, dim] of which `vocab` count, targets int64 [rows]: below vocab, and
+    below 0 for a loss and gradients of 0.  dx [rows, dim] and dw [words, dim] are written, or added
+    to; rows of dw past the vocabulary get 0.
+    """
+    cdef Head h
+    cdef Desk d
+    h.x, h.w, h.targets, h.losses = <float*>x, <float*>w, <int64_t*>targets, <double*>losses
+    h.dx, h.add_x, h.dw, h.add_w = <float*>dx, add_x, <float*>dw, add_w
+    h.rows, h.dim, h.words, h.vocab, h.scale = rows, dim, words, vocab, scale
+    h.wide, h.tiles = parts(dim, AL)*AL, parts(rows, TILE)
+    h.tall = parts(h.wide, AR)*AR
+    h.each = parts(most(HEAD_WORDS, parts(vocab, HEAD_RANGES)), KEYS)*KEYS
+    h.ranges = parts(vocab, h.each)
+    cdef idx lanes = h.tiles*TILE, size = lay_desk(&h, NULL, &d)
+    cdef int threads = team(rows*vocab)
+    cdef Buffer kept = Buffer(lanes*(1 + h.ranges*(2 + (h.tall if dx else 0)))*sizeof(float))
+    cdef Buffer scratch = Buffer(threads*size*sizeof(float))
+    h.log_sum = <float*>kept.address
+    h.top = h.log_sum + lanes
+    h.sum = h.top + h.ranges*lanes
+    h.shares = h.sum + h.ranges*lanes
+    run_head(&h, threads, size, <float*>scratch.address)
+    if dw and not add_w:
+        memset(h.dw + vocab*dim, 0, (words - vocab)*dim*sizeof(float))
+
+
+# ---- 10. Optimizer -------------------------------------------------------------------------------
 
 # Blocks are counted from the start of the flat gradient buffer and added up in order by the caller,
 # so the norm has one value whoever computes which blocks.

@@ -1034,9 +1034,17 @@ def swiglu_backward(dh, gu):
 # Rows of logits that exist at a time: 2^23 elements are 32 MB, enough for the head's gradient
 # (which is read and written once a chunk) to be bound by arithmetic, not by memory.
 CHUNK_ELEMENTS = 1 << 23
+# With so few columns of x logits are never stored, see the core's section 9.  There too the rows go
+# in chunks: up to 64 ranges of the vocabulary each keep a share of dx (at dim 32, 16 MB in all).
+NARROW, NARROW_ROWS = 48, 2048
 
 
-@row(lambda: (sample(2048, 256), sample(1024, 256), ids(2048), 2048, 1000))
+def narrow_flops(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
+    """Of the products within a narrow head; those of a wide one are lines of their own."""
+    return 2*x.size*vocab*(4 if dx or dw else 1) if x.shape[1] <= NARROW else 0
+
+
+@row(lambda: (sample(2048, 256), sample(1024, 256), ids(2048), 2048, 1000), flops=narrow_flops)
 def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
     """Cross-entropy of the head in chunks of rows: the [rows, vocab] logits never exist.
 
@@ -1050,22 +1058,36 @@ def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
     need(vocab <= w.shape[0], "head_loss", f"a vocabulary of {vocab} needs more rows than", w)
     x, w, targets = packed(x), packed(w), packed(targets)
     (rows, dim), padded = x.shape, w.shape[0]
-    chunks = max(1, -(-rows//max(128, CHUNK_ELEMENTS//padded)))
-    step = min(rows, -(-rows//chunks//32)*32)           # chunks of equal size, in whole tiles
-    write = dx is not None or dw is not None
-    losses, logits = empty((rows,), "f64", x.device), empty((step, padded), "f32", x.device)
-    cut = lambda t, start, n: t.view((n, dim), offset=t.offset + start*dim)
+    head = narrow_head if dim <= NARROW else wide_head
+    most = NARROW_ROWS if dim <= NARROW else max(128, CHUNK_ELEMENTS//padded)
+    chunks = max(1, -(-rows//most))
+    step = max(1, min(rows, -(-rows//chunks//32)*32))       # chunks of equal size, in whole tiles
+    losses = empty((rows,), "f64", x.device)
+    cut = lambda t, start: t.view((min(step, rows - start), dim), offset=t.offset + start*dim)
     for start in range(0, rows, step):
-        n = min(step, rows - start)
-        part, chunk = cut(x, start, n), logits.view((n, padded))
-        matmul(part, transposed(w), chunk)
-        core.cross_entropy(chunk.ptr, padded, targets.ptr + start*8, losses.ptr + start*8, n, vocab,
-                           weight/denominator, write, padded)
-        if dx is not None:
-            matmul(chunk, w, cut(dx[0], start, n), dx[1])
-        if dw is not None:
-            matmul(transposed(chunk), part, dw[0], dw[1] or start > 0)
+        head(cut(x, start), w, targets.ptr + start*8, losses.ptr + start*8, vocab,
+             weight/denominator, dx and (cut(dx[0], start), dx[1]),
+             dw and (dw[0], dw[1] or start > 0))
     return tensor(losses.array().sum()/denominator)
+
+
+def wide_head(x, w, targets, losses, vocab, scale, dx, dw):
+    """A chunk of head_loss (targets, losses: addresses); its logits become their gradient."""
+    rows, padded = x.shape[0], w.shape[0]
+    logits = matmul(x, transposed(w))
+    core.cross_entropy(logits.ptr, padded, targets, losses, rows, vocab, scale, bool(dx or dw),
+                       padded)
+    if dx:
+        matmul(logits, w, *dx)
+    if dw:
+        matmul(transposed(logits), x, *dw)
+
+
+def narrow_head(x, w, targets, losses, vocab, scale, dx, dw):
+    """A chunk of head_loss (targets, losses: addresses) whose logits are never stored."""
+    (out, add), (out_w, add_w) = dx or (None, False), dw or (None, False)
+    core.head_loss(x.ptr, w.ptr, targets, losses, *x.shape, w.shape[0], vocab, scale, address(out),
+                   add, address(out_w), add_w)
 
 
 def transposed(t):

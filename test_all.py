@@ -563,7 +563,9 @@ for rows, dim, ffn in [((1,), 1, 1), ((3,), 5, 7), ((2, 15), 33, 31), ((14,), 32
 # hold numbers that must get neither probability nor gradient.
 for rows, dim, vocab, padded in [((1,), 1, 2, 2), ((2, 7), 5, 11, 11), ((2, 7), 5, 11, 64),
                                  ((3, 43), 33, 211, 256), ((15,), 17, 33, 33),
-                                 ((1, 130), 16, 129, 192), ((2, 4), 3, 5003, 5056)]:
+                                 ((1, 130), 16, 129, 192), ((2, 4), 3, 5003, 5056),
+                                 ((2, 50), 48, 700, 704), ((3, 43), 49, 211, 256),
+                                 ((2, 4), 64, 5003, 5056)]:         # from 49 on by stored logits
     aims = ints(vocab, *rows, low=-1, seed=3)
     aims.flat[0] = vocab - 1
     case(f"head_loss {rows} {dim} {vocab}/{padded}",
@@ -659,10 +661,13 @@ def check_fan_out(function, leaves, truth, weights):
     assert_gradients(leaves, truth, weights, 4, "one more use of the leaves")
 
 
-def test_head_in_chunks(monkeypatch):
-    """The head's loss and gradients do not depend on how many rows of logits exist at a time."""
+@pytest.mark.parametrize("narrow", [48, 0])
+def test_head_in_chunks(monkeypatch, narrow):
+    """The head's loss and gradients do not depend on how many rows are computed at a time."""
     # the smallest chunk has 128 rows: 270 rows make three, the last one short
     monkeypatch.setattr(tensor, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(tensor, "NARROW_ROWS", 128)
+    monkeypatch.setattr(tensor, "NARROW", narrow)
     x, w, aims = (3, 90, 33), (128, 33), ints(100, 3, 90, low=-1)
     test_operation(Case("chunks", lambda x, w: ag.head_loss(x, w, own(aims), vocab=100),
                         lambda x, w: head_loss64(x, w, aims, vocab=100), (x, w)))
