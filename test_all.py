@@ -782,6 +782,27 @@ def test_rounds_of_a_product():
         assert_same_bits(tensor.matmul(tensor.transposed(x), y).numpy(), alone, f"{threads}")
 
 
+@pytest.mark.smoke
+def test_rounds_of_a_narrow_head():
+    """Its passes wait for one another: more threads than cores, and always the bits of one thread;
+    the loss has the same ones without gradients."""
+    rng = rng_of("narrow head")
+    rows, dim, vocab, words = 300, 20, 5001, 5056
+    x, w = own(rng.standard_normal((rows, dim))), own(rng.standard_normal((words, dim)))
+    aims = own(ints(vocab, rows, low=-1))
+
+    def head(threads):
+        tensor.set_threads(threads)
+        dx, dw = tensor.empty((rows, dim)), tensor.empty((words, dim))
+        loss = tensor.head_loss(x, w, aims, 77, vocab, 0.5, (dx, False), (dw, False))
+        plain = tensor.head_loss(x, w, aims, 77, vocab)
+        return np.concatenate([t.numpy().ravel() for t in (loss, plain, dx, dw)])
+    alone = head(1)
+    assert alone[0] == alone[1] and not alone[2 + rows*dim + vocab*dim:].any()
+    for threads in (2, 3, 5)*8:
+        assert_same_bits(head(threads), alone, f"{threads}")
+
+
 def test_products_keep_all_bits():
     """A product with powers of two is exact to the last of 24 bits, in three parts as well: a part
     left out, or rounded instead of cut off, would show."""
