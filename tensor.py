@@ -355,8 +355,15 @@ class Row:
         self.cpu, self.cuda, self.dtypes, self.bench = cpu, None, dtypes, bench
         self.names, self.__doc__ = tuple(self.signature.parameters), cpu.__doc__
         self.wants = [FIXED.get(name, dtypes) for name in self.names]
+        self.plain = all("f32" in wants for wants in self.wants)
 
     def __call__(self, *args, **kwargs):
+        if self.plain and not kwargs and not DEBUG:
+            for value in args:
+                if value.__class__ is Tensor and value.dtype != "f32":
+                    break
+            else:                       # as nearly always: half of the time a check by name takes
+                return self.cpu(*args)
         for value, wants in zip(args, self.wants):
             if isinstance(value, Tensor) and value.dtype not in wants:
                 self.refuse(value, wants)
@@ -670,10 +677,12 @@ def operand(t):
     if len(shape) > 2:
         shape, strides = shape[-2:], strides[-2:]
     (rows, cols), (down, along) = shape, strides
-    if along == 1 and (down >= cols or rows == 1):
-        return t, max(down, cols), False
-    if down == 1 and (along >= rows or cols == 1):
-        return t, max(along, rows), True
+    if along == 1 and down >= cols:
+        return t, down, False
+    if down == 1 and along >= rows:
+        return t, along, True
+    if along == 1 == rows or down == 1 == cols:         # a single row, or column, at any distance
+        return t, max(rows, cols), rows > 1
     return copy(t), cols, False
 
 
@@ -702,10 +711,9 @@ def matmul(a, b, out=None, acc=False):
     left, right = a.shape, b.shape      # looked up once: half of a product of 64^3 is Python
     if len(left) < 2 or len(right) < 2 or left[-1] != right[-2]:
         need(False, "matmul", "wants [..., m, k] and [..., k, n], got", a, b)
-    m, n, k, batch = left[-2], right[-1], left[-1], ()
-    if len(left) + len(right) > 4:
-        batch = broadcast("matmul", a, b, skip=2)
-    shape = (*batch, m, n)
+    m, n, k = left[-2], right[-1], left[-1]
+    batch = broadcast("matmul", a, b, skip=2) if len(left) + len(right) > 4 else ()
+    shape = (*batch, m, n) if batch else (m, n)
     out = empty(shape, "f32", a.device) if out is None else out
     if out.shape != shape:
         need(False, "matmul", f"the result is {shape}, `out` has", out)
