@@ -157,6 +157,15 @@ class Sink:
             self.give(out)
 
 
+def adding(sink, write):
+    """write(place) with what the sink holds, or zeros, for kernels that only add; None for no sink.
+    """
+    if sink:
+        sink.fill(lambda out, acc: write(out if acc else T.fill(out, 0.0)))
+    else:
+        write(None)
+
+
 def tracked(t):
     """Does a gradient flow to this tensor?"""
     return t is not None and (t.requires_grad or t.node is not None)
@@ -568,10 +577,7 @@ def embed(tokens, w, order=None):
     """
     def backward(g, _, sink, __):
         sorted_ids = T.argsort(tokens) if order is None else order
-
-        def write(out, acc):
-            T.embed_backward(g, tokens, sorted_ids, out if acc else T.fill(out, 0.0))
-        sink.fill(write)
+        adding(sink, lambda dw: T.embed_backward(g, tokens, sorted_ids, dw))
 
     return record(T.embed(tokens, w), (None, w, None), backward)
 
@@ -605,10 +611,7 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
                 sr.lend(both)
                 sx.give(both)
 
-        if sw:
-            sw.fill(lambda dw, acc: with_weight(dw if acc else T.fill(dw, 0.0)))
-        else:
-            with_weight(None)
+        adding(sw, with_weight)
 
     return record(y if first else (total, y), (x, residual, w), backward,
                   again=lambda: T.add_rmsnorm(total, None, w, eps)[first:2], reads=(total, w))
@@ -654,12 +657,9 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
 
     def backward(g, sink, sq, sk):
         fused = g[0].view(shape, offset=0)      # q's slice is the first: this is all three
-        dw = [T.zeros(w.shape) if w is not None else None for w in (q_weight, k_weight)]
-        T.qk_norm_rope_backward(fused, qkv, cos, sin, heads, kv_heads, q_weight, k_weight, rstd,
-                                *dw)
-        for s, d in zip((sq, sk), dw):
-            if s:
-                s.give(d)
+        # One pass for all three, so both places must be known before it
+        adding(sq, lambda dq: adding(sk, lambda dk: T.qk_norm_rope_backward(
+            fused, qkv, cos, sin, heads, kv_heads, q_weight, k_weight, rstd, dq, dk)))
         if sink:
             sink.give(fused.view(qkv.shape))
 

@@ -2276,6 +2276,16 @@ def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
     swiglu_rows(<float*>gu, <float*>dh, rows, ffn, True)
 
 
+def id_range(size_t ids, idx n):
+    """(least, largest) of n >= 1 int64 ids: what they are checked by before they address memory."""
+    cdef const int64_t* x = <const int64_t*>ids
+    cdef int64_t low = x[0], high = x[0]
+    cdef idx i
+    for i in range(n):
+        low, high = x[i] if x[i] < low else low, x[i] if x[i] > high else high
+    return low, high
+
+
 # Embedding:  y_i = w[token_i];  dw[token] += dy_i of all its positions, in a stable sort's order
 # The sort brings a token's positions together, in ascending order: a row of dw has one writer, so
 # it takes no atomics, and its sum has one order.

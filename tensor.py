@@ -766,7 +766,7 @@ def check_ids(name, tokens, below, lowest=0):
     """Token ids outside [lowest, below) are an IndexError, before they become a wild pointer."""
     if tokens.dtype != "i64":
         raise TypeError(f"{name}: wants i64 ids, got {tokens.dtype} {tokens.shape}")
-    low, high = (tokens.array().min(), tokens.array().max()) if tokens.size else (0, 0)
+    low, high = core.id_range(packed(tokens).ptr, tokens.size) if tokens.size else (0, 0)
     if not lowest <= low <= high < below:
         raise IndexError(f"{name}: ids must lie in [{lowest}, {below}), got {low} to {high} in "
                          f"{tokens.shape}")
@@ -1076,7 +1076,7 @@ def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
         head(cut(x, start), w, targets.ptr + start*8, losses.ptr + start*8, vocab,
              weight/denominator, dx and (cut(dx[0], start), dx[1]),
              dw and (dw[0], dw[1] or start > 0))
-    return tensor(losses.array().sum()/denominator)
+    return fill(empty((), "f32", x.device), losses.array().sum()/denominator)
 
 
 def wide_head(x, w, targets, losses, vocab, scale, dx, dw):

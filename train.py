@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import gc
 import hashlib
 import importlib.util
 import itertools
@@ -1321,6 +1322,9 @@ def random_micros(rng, vocab, s):
 def main(argv):
     """Run one command line; returns its exit code."""
     s, given, source, state = read_settings(argv)
+    # A graph has no cycles (autograd.record), so Python has little to collect: looking for it after
+    # every 700 new objects, its default, takes 0.12 ms of a small model's step of 27
+    gc.set_threshold(100_000)
     if s.bench:
         return bench(s)
     if source and state["step"] >= s.steps:
