@@ -550,12 +550,13 @@ class Step:
 
     def update(self, lr=None):
         """One optimizer step -> (loss of the global batch, gradient norm before clipping)."""
-        loss = T.tensor64([self.loss])
+        loss, self.loss = self.loss, 0.0
         if self.comm is not None:
+            whole = T.tensor64([loss])
             self.comm.all_reduce(self.model.arena.grads)
-            self.comm.all_reduce(loss)
-        self.loss = 0.0
-        return loss.array()[0].item(), self.optimizer.step(lr)
+            self.comm.all_reduce(whole)
+            loss = whole.array()[0].item()
+        return loss, self.optimizer.step(lr)
 
 
 # ---- 6. Files ------------------------------------------------------------------------------------
