@@ -2369,6 +2369,8 @@ cdef extern from *:
 cdef enum:
     FAR = 1 << 30                   # a distance to the diagonal that hides nothing
     SPLIT_DIM = 48                  # head size from which on parts pay for packing p and ds
+    SPLIT_KEYS = 512                # keys from which on they pay at heads of 32, for scores only:
+                                    # 2 % at 512 keys, 8 at 2,048; at heads of 16 they never do
 
 cdef struct View:                   # [batch, position, head, dim] by strides, the last one 1
     float* start
@@ -2378,7 +2380,7 @@ cdef struct Attention:
     idx batch, sq, sk, heads, kv_heads, dim     # heads is a multiple of kv_heads
     idx wide                        # dim rounded up to AL, the row length of every tile in scratch
     idx keys                        # sk in whole blocks of keys, or, unless split, tiles
-    bint split                      # products in parts
+    bint split, weights             # in parts: scores and v do^T; also the products with p and ds
     float scale
     float* lse                      # L [batch, heads, sq]
     # q, o, dy, dq have sq positions and heads, the others sk and kv_heads; `describe` fills them in
@@ -2400,8 +2402,9 @@ cdef void describe(Attention* a, const int64_t* dims, const size_t* address, int
     a.batch, a.sq, a.sk = dims[0], dims[1], dims[2]
     a.heads, a.kv_heads, a.dim = dims[3], dims[4], dims[5]
     a.wide = (a.dim + AL - 1)//AL*AL
-    a.scale, a.lse, a.split = scale, lse, WITH_AMX and a.dim >= SPLIT_DIM
-    unit = KEYS if a.split else TILE
+    a.scale, a.lse, a.weights = scale, lse, WITH_AMX and a.dim >= SPLIT_DIM
+    a.split = a.weights or WITH_AMX and a.dim >= 32 and a.sk >= SPLIT_KEYS
+    unit = KEYS if a.weights else TILE
     a.keys = parts(a.sk, unit)*unit
     for i in range(views):
         view[i].start = <float*>address[i]
@@ -2673,7 +2676,7 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
         softmax_tile(s, m, l, fade, queries, keys, shift)
         if k0:
             fade_columns(ot, fade, wide)
-        p = right(a.split, s, TILE, False, queries, keys, packed + room_of(a, tile))
+        p = right(a.weights, s, TILE, False, queries, keys, packed + room_of(a, tile))
         gather(block_from(a, v, k0), p, ot, a, queries, keys, shift, k0 > 0)
         k0 += KEYS
     flip(ot, wide, TILE, q)
@@ -2683,14 +2686,14 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
         scale_row(q + i*wide, 0 if l[i] == 0 else 1/l[i], at(&a.o, b, q0 + i, h), a.dim)
 
 
-cdef Operand key_rows(const Attention* a, const View* x, idx b, idx head, idx keys,
+cdef Operand key_rows(const Attention* a, bint split, const View* x, idx b, idx head, idx keys,
                       float* room) noexcept nogil:
     """The first keys of k or v [keys, dim] as a left operand: packed, or else staged.
 
     As they lie, register tiles would read past the end.
     """
     cdef Operand made
-    if a.split:
+    if split:
         return left(True, at(x, b, 0, head), x.position, 1, keys, a.dim, room)
     stage(at(x, b, 0, head), x.position, keys, a.dim, 1, room, parts(keys, TILE)*TILE, a.wide)
     made.split, made.x, made.row, made.step = False, room, a.wide, 1
@@ -2708,8 +2711,8 @@ cdef Operand key_columns(const Attention* a, const View* x, idx b, idx head, idx
     """The same transposed, [dim, keys], for `block_from`: packed in blocks of KEYS keys."""
     cdef Operand made
     cdef idx k0 = 0
-    if not a.split:
-        return turned(key_rows(a, x, b, head, keys, room))
+    if not a.weights:
+        return turned(key_rows(a, False, x, b, head, keys, room))
     made.split, made.x, made.row, made.step = True, room, KEYS*SPLIT_ROOM, 0
     while k0 < keys:
         pack_parts(at(x, b, k0, head), x.position, True, least(KEYS, keys - k0), a.dim, True,
@@ -2720,7 +2723,7 @@ cdef Operand key_columns(const Attention* a, const View* x, idx b, idx head, idx
 
 cdef inline Operand block_from(const Attention* a, Operand v, idx k0) noexcept nogil:
     """Of such an operand, the block from key k0 on."""
-    v.x = v.x + room_of(a, k0*a.wide)
+    v.x = v.x + (room_of(a, k0*a.wide) if v.split else k0*a.wide)
     return v
 
 
@@ -2732,7 +2735,7 @@ cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, idx last,
     cdef Operand k, v
     if a.split:
         AMX_OPEN()
-    k = key_rows(a, &a.k, b, g, keys, room)
+    k = key_rows(a, a.split, &a.k, b, g, keys, room)
     v = key_columns(a, &a.v, b, g, keys, room + each)
     while q0 < last:
         forward_tile(a, b, h, q0, k, v, room + 2*each)
@@ -2884,8 +2887,8 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
     row_dots(dy, dqt, wide, delta)
     qt = right(a.split, q, wide, True, queries, a.dim, packed)
     dyt = right(a.split, dy, wide, True, queries, a.dim, packed + each)
-    q_rows = right(a.split, q, wide, False, wide, queries, packed + 2*each)
-    dy_rows = right(a.split, dy, wide, False, wide, queries, packed + 3*each)
+    q_rows = right(a.weights, q, wide, False, wide, queries, packed + 2*each)
+    dy_rows = right(a.weights, dy, wide, False, wide, queries, packed + 3*each)
     memset(dqt, 0, tile*sizeof(float))
     while k0 < end:
         keys, shift = least(KEYS, end - k0), ahead - k0
@@ -2893,11 +2896,11 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
         scores(rows_from(v, k0), dyt, ds, a, queries, keys, shift)
         gradient_tile(p, ds, lse, delta, queries, keys, shift)
         # dv += p^T dy;  dk += ds^T q, dq += ds k, both scaled at the end
-        multiply(keys, wide, queries, left(a.split, p, TILE, 1, keys, queries, weights),
+        multiply(keys, wide, queries, left(a.weights, p, TILE, 1, keys, queries, weights),
                  dy_rows, dv + k0*wide, wide, True, -shift)
-        multiply(keys, wide, queries, left(a.split, ds, TILE, 1, keys, queries, weights),
+        multiply(keys, wide, queries, left(a.weights, ds, TILE, 1, keys, queries, weights),
                  q_rows, dk + k0*wide, wide, True, -shift)
-        gather(block_from(a, kt, k0), right(a.split, ds, TILE, False, queries, keys, weights),
+        gather(block_from(a, kt, k0), right(a.weights, ds, TILE, False, queries, keys, weights),
                dqt, a, queries, keys, shift, k0 > 0)
         k0 += KEYS
     flip(dqt, wide, TILE, q)
@@ -2918,8 +2921,8 @@ cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept 
     room = room + 2*size
     if a.split:
         AMX_OPEN()
-    k = key_rows(a, &a.k, b, g, a.sk, room)
-    v = key_rows(a, &a.v, b, g, a.sk, room + each)
+    k = key_rows(a, a.split, &a.k, b, g, a.sk, room)
+    v = key_rows(a, a.split, &a.v, b, g, a.sk, room + each)
     kt = key_columns(a, &a.k, b, g, a.sk, room + 2*each) if a.split else turned(k)
     memset(dk, 0, 2*size*sizeof(float))         # dv follows dk
     for h in range(g*group, (g + 1)*group):
