@@ -216,10 +216,12 @@ def record(out, inputs, backward, always=False, shared=False, again=None, reads=
     What is returned is a new view that knows the node.  The `out` of the row does not, so that the
     closure of a backward may hold it without a cycle.
     """
-    if not _recording.on or not (always or any(tracked(t) for t in inputs)):
+    if not _recording.on:
+        return out
+    sinks = [Sink(t) if tracked(t) else None for t in inputs]
+    if not always and not any(sinks):
         return out
     outs = out if isinstance(out, tuple) else (out,)
-    sinks = [Sink(t) if tracked(t) else None for t in inputs]
     again = again and unless_written(again, [t for t in reads if t is not None])
     node, fresh = Node(sinks, backward, again, outs, shared), []
     for i, t in enumerate(outs):

@@ -24,7 +24,7 @@ the same bits for any number of threads.  Kernels are `noexcept nogil`; constant
 """
 from cython.parallel cimport parallel, prange, threadid
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.math cimport INFINITY, exp2, fabsf, log, log2, logf, sqrt, sqrtf
+from libc.math cimport INFINITY, exp2, fabsf, log, logf, sqrt, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -368,7 +368,12 @@ cdef enum:
 
 cdef dict RESERVE = {}              # nbytes -> [(address, block), ...], free to be handed out again
 cdef Block CURRENT = None           # the block that small buffers are cut from now
-cdef dict POOL = {"reserved": 0, "used": 0, "peak": 0, "blocks": 0}
+
+cdef struct Pool:
+    idx reserved, used, peak        # bytes
+    idx blocks
+
+cdef Pool POOL                      # all zero
 
 
 cdef class Block:
@@ -383,7 +388,7 @@ cdef class Block:
         cdef void* p = mmap(NULL, size + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                             -1, 0)
         if p == MAP_FAILED:
-            raise MemoryError(f"the system refused {size:,} bytes ({POOL['used']:,} are in use)")
+            raise MemoryError(f"the system refused {size:,} bytes ({POOL.used:,} are in use)")
         head = (HUGE - <size_t>p % HUGE) % HUGE     # bytes in front of the first 2 MB boundary
         if head:
             munmap(p, head)
@@ -392,14 +397,14 @@ cdef class Block:
         self.address, self.size = <size_t>p + head, size
         # advice for whole huge pages only; a refusal costs speed, so its result is not looked at
         huge_pages(<void*>self.address, size // HUGE * HUGE)
-        POOL["reserved"] += size
-        POOL["blocks"] += 1
+        POOL.reserved += size
+        POOL.blocks += 1
 
     def __dealloc__(self):
         if self.address:
             munmap(<void*>self.address, self.size)
-            POOL["reserved"] -= self.size
-            POOL["blocks"] -= 1
+            POOL.reserved -= self.size
+            POOL.blocks -= 1
 
 
 cdef class Buffer:
@@ -429,16 +434,16 @@ cdef class Buffer:
             CURRENT.cut += room
         self.nbytes, self.room = nbytes, room
         self.block.live += 1
-        POOL["used"] += room
-        if POOL["used"] > POOL["peak"]:
-            POOL["peak"] = POOL["used"]
+        POOL.used += room
+        if POOL.used > POOL.peak:
+            POOL.peak = POOL.used
 
     def __dealloc__(self):
         # no block: the system refused one; no reserve: the interpreter is taking its modules down
         if self.block is not None and RESERVE is not None:
             self.block.live -= 1
             RESERVE.setdefault(self.room, []).append((self.address, self.block))
-            POOL["used"] -= self.room
+            POOL.used -= self.room
 
     def __getbuffer__(self, Py_buffer* view, int flags):
         # An array over this memory refers to the Buffer, which so cannot return to the pool first
@@ -462,9 +467,10 @@ def pool_trim():
 
 def pool_stats(bint reset_peak=False):
     """Bytes "reserved" from the system, "used" now, "peak" of used, and the count of "blocks"."""
-    stats = dict(POOL)
+    stats = {"reserved": POOL.reserved, "used": POOL.used, "peak": POOL.peak,
+             "blocks": POOL.blocks}
     if reset_peak:
-        POOL["peak"] = POOL["used"]
+        POOL.peak = POOL.used
     return stats
 
 
@@ -2968,21 +2974,21 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
 # ---- 9. Narrow heads -----------------------------------------------------------------------------
 # Cross-entropy of logits s = x w^T that never reach memory:
 #
-#   L = ln(sum_j e^s_j)       loss = L - s_target
-#   p = e^(s - L)             dw = scale (p - [j = target])^T x       dx = scale (p - [..]) w
+#   top = max s     sum = sum_j e^(s_j - top)     loss = top - s_target + ln(sum)
+#   p = e^(s - top)/sum       dw = scale (p - [j = target])^T x       dx = scale (p - [..]) w
 #
-# A tile of logits is made for L, and again for p: four products where three would do.  At dim 32
+# A tile of logits is made for the sum, and again for p: four products where three would do.  At dim 32
 # they are cheaper than writing rows*vocab floats, reading them back and packing them twice: the
 # head takes 25 ms instead of 31 (512 rows, 50,257 words, 2 threads); at dim 128 it is no faster.
 #
-# A task is a range of words for all rows.  What it has of dw is complete; what it has of L and dx
-# joins that of the other ranges in their order.  As in section 8 tiles are s[word][row], a lane is
+# A task is a range of words for all rows.  What it has of dw is complete; what it has of sums and
+# dx joins that of the other ranges in their order.  As in section 8 tiles are s[word][row], a lane is
 # a row, and scores are in units of ln2, here because w is staged as w/ln2.
 
 cdef enum:
     HEAD_WORDS = 256                # words of a range at least
     HEAD_RANGES = 64                # ranges at most: each keeps its share of dx
-    HEAD_PASSES = 4                 # ranges' sums, rows' L, ranges' gradients, rows' dx
+    HEAD_PASSES = 4                 # ranges' sums, rows' losses, ranges' gradients, rows' dx
 
 cdef struct Head:
     const float* x                  # [rows, dim]
@@ -2997,9 +3003,9 @@ cdef struct Head:
     # What follows from these
     idx wide, tall                  # dim in whole vectors, and wide in whole register tiles
     idx tiles, each, ranges         # tiles of rows, words of a range
-    float* log_sum                  # [tiles, TILE]: L/ln2; infinite, so that p is 0, without target
-    float* top                      # [ranges, tiles, TILE]: of a range, its largest score
-    float* sum                      # and its sum of 2^(s - top)
+    float* score                    # [tiles, TILE]: the target's score
+    float* top                      # [ranges, tiles, TILE]: a range's largest score; of range 0
+    float* sum                      # later that of all; and its sum of 2^(s - top), later 1/sum
     float* shares                   # [ranges, tiles, tall, TILE]: a range's share of dx, across
 
 # A thread's scratch for a range and a tile of rows.
@@ -3035,41 +3041,47 @@ cdef inline Operand as_it_lies(const float* x, idx row, idx step) noexcept nogil
 
 
 cdef void head_sums(const Head* h, idx r, idx tile, idx words, const Desk* d) noexcept nogil:
-    """Maximum and sum of a range of words, for a tile of rows."""
-    cdef idx k0 = 0, keys
+    """Maximum and sum of a range of words, for a tile of rows; the scores of targets in it."""
+    cdef idx k0 = 0, keys, q, word
     cdef float* top = h.top + (r*h.tiles + tile)*TILE
     cdef float* total = h.sum + (r*h.tiles + tile)*TILE
-    fill_part(<float>-1e30, top, TILE)
+    fill_part(-INFINITY, top, TILE)
     fill_part(0, total, TILE)
     while k0 < words:
         keys = least(KEYS, words - k0)
         multiply(keys, TILE, h.dim, rows_from(d.w_rows, k0), d.xt, d.s, TILE, False, -FAR)
+        for q in range(tile*TILE, least(h.rows, tile*TILE + TILE)):
+            word = h.targets[q] - r*h.each - k0
+            if 0 <= word < keys:
+                h.score[q] = d.s[word*TILE + q % TILE]
         softmax_tile(d.s, top, total, d.fade, TILE, keys, FAR)
         k0 += KEYS
 
 
-cdef void weigh(float* s, const float* log_sum, const int64_t* targets, idx rows, idx first,
-                idx keys) noexcept nogil:
-    """In place: scores of words from `first` on to 2^(s - L), less 1 at a row's target."""
-    cdef idx i, key, j
+cdef void weigh(const Head* h, idx tile, idx first, idx keys, float* s) noexcept nogil:
+    """In place: scores of words from `first` on to p, less 1 at a row's target."""
+    cdef const float* top = h.top + tile*TILE
+    cdef const float* factor = h.sum + tile*TILE
+    cdef idx q, key, j, word
     cdef vf* x
     for key in range(keys):
         x = <vf*>(s + key*TILE)
         for j in range(TILE//VL):
-            x[j] = weight(x[j] - (<const vf*>log_sum)[j])
-    for i in range(rows):
-        if first <= targets[i] < first + keys:
-            s[(targets[i] - first)*TILE + i] -= 1
+            x[j] = weight(x[j] - (<const vf*>top)[j])*(<const vf*>factor)[j]
+    for q in range(tile*TILE, least(h.rows, tile*TILE + TILE)):
+        word = h.targets[q] - first
+        if 0 <= word < keys:
+            s[word*TILE + q % TILE] -= 1
 
 
 cdef void head_gradients(const Head* h, idx r, idx tile, idx words, const Desk* d) noexcept nogil:
     """What a tile of rows adds to a range's dw, and the range's share of their dx."""
-    cdef idx k0 = 0, q0 = tile*TILE, rows = least(TILE, h.rows - q0), keys
+    cdef idx k0 = 0, rows = least(TILE, h.rows - tile*TILE), keys
     cdef float* share = h.shares + (r*h.tiles + tile)*TILE*h.tall
     while k0 < words:
         keys = least(KEYS, words - k0)
         multiply(keys, TILE, h.dim, rows_from(d.w_rows, k0), d.xt, d.s, TILE, False, -FAR)
-        weigh(d.s, h.log_sum + q0, h.targets + q0, rows, r*h.each + k0, keys)
+        weigh(h, tile, r*h.each + k0, keys, d.s)
         if h.dw != NULL:
             multiply(keys, h.wide, rows, as_it_lies(d.s, TILE, 1), as_it_lies(d.x, 0, h.wide),
                      d.dw + k0*h.wide, h.wide, True, -FAR)
@@ -3092,6 +3104,9 @@ cdef void head_range(const Head* h, idx r, bint gradients, float* room) noexcept
     for tile in range(h.tiles):
         q0 = tile*TILE
         stage(h.x + q0*h.dim, h.dim, least(TILE, h.rows - q0), h.dim, 1, d.x, TILE, h.wide)
+        for i in range(least(TILE, h.rows - q0)):
+            if h.targets[q0 + i] < 0:               # p is 0, which times NaN would not be
+                memset(d.x + i*h.wide, 0, h.wide*sizeof(float))
         d.xt = right(WITH_AMX, d.x, h.wide, True, TILE, h.dim, d.xt_room)
         if gradients:
             head_gradients(h, r, tile, words, &d)
@@ -3116,27 +3131,22 @@ cdef inline void put_row(const float* x, float factor, float* y, idx n, bint add
 
 
 cdef void close_row(const Head* h, idx q) noexcept nogil:
-    """L and the loss of a row, from what the ranges have of them."""
-    cdef idx r, j, lanes = h.tiles*TILE
-    cdef float top = <float>-1e30
-    cdef double total = 0, score = 0
-    h.log_sum[q] = INFINITY
-    if q < h.rows:
-        h.losses[q] = 0
-    if q >= h.rows or h.targets[q] < 0:
-        return
+    """The loss of a row, from what the ranges have; what `weigh` needs takes range 0's place."""
+    cdef idx r, lanes = h.tiles*TILE
+    cdef bint counts = q < h.rows and h.targets[q] >= 0
+    cdef float top = -INFINITY
+    cdef double total = 0
     for r in range(h.ranges):
         top = h.top[r*lanes + q] if h.top[r*lanes + q] > top else top
     for r in range(h.ranges):
         total += h.sum[r*lanes + q]*exp2(<double>h.top[r*lanes + q] - top)
-    for j in range(h.dim):
-        score += <double>h.x[q*h.dim + j]*h.w[h.targets[q]*h.dim + j]
-    h.log_sum[q] = <float>(top + log2(total))
-    h.losses[q] = (top + log2(total))*0.6931471805599453 - score
+    h.top[q], h.sum[q] = top, <float>(1/total) if counts else 0
+    if q < h.rows:
+        h.losses[q] = (<double>top - h.score[q])*0.6931471805599453 + log(total) if counts else 0
 
 
 cdef void head_tile(const Head* h, idx tile, bint gradients, float* room) noexcept nogil:
-    """The task of a tile of rows: L and losses, or dx, the ranges' shares of it in their order."""
+    """The task of a tile of rows: its losses, or dx, the ranges' shares of it in their order."""
     cdef idx i, r, size = TILE*h.tall
     cdef float* total = h.shares + tile*size
     if not gradients:
@@ -3192,8 +3202,8 @@ def head_loss(size_t x, size_t w, size_t targets, size_t losses, idx rows, idx d
     cdef int threads = team(rows*vocab)
     cdef Buffer kept = Buffer(lanes*(1 + h.ranges*(2 + (h.tall if dx else 0)))*sizeof(float))
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
-    h.log_sum = <float*>kept.address
-    h.top = h.log_sum + lanes
+    h.score = <float*>kept.address
+    h.top = h.score + lanes
     h.sum = h.top + h.ranges*lanes
     h.shares = h.sum + h.ranges*lanes
     run_head(&h, threads, size, <float*>scratch.address)

@@ -244,7 +244,7 @@ class Tensor:
 
     def detach(self):
         """The same elements, off the tape."""
-        return self.view(self.shape, self.strides)
+        return Tensor(self.storage, self.shape, self.strides, self.offset, self.dtype)
 
     @property
     def contiguous(self):
@@ -715,8 +715,8 @@ def matmul(a, b, out=None, acc=False):
     batch = broadcast("matmul", a, b, skip=2) if len(left) + len(right) > 4 else ()
     shape = (*batch, m, n) if batch else (m, n)
     out = empty(shape, "f32", a.device) if out is None else out
-    if out.shape != shape:
-        need(False, "matmul", f"the result is {shape}, `out` has", out)
+    if out.shape != shape or (n > 1 and out.strides[-1] != 1):
+        need(False, "matmul", f"the result is {shape} with contiguous rows, not", out)
     (a, lda, ta), (b, ldb, tb), ldc = operand(a), operand(b), out.strides[-2] if m > 1 else n
     if not batch or math.prod(batch) == 1:
         core.gemm(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc,
@@ -766,7 +766,8 @@ def check_ids(name, tokens, below, lowest=0):
     """Token ids outside [lowest, below) are an IndexError, before they become a wild pointer."""
     if tokens.dtype != "i64":
         raise TypeError(f"{name}: wants i64 ids, got {tokens.dtype} {tokens.shape}")
-    low, high = core.id_range(packed(tokens).ptr, tokens.size) if tokens.size else (0, 0)
+    dense = packed(tokens)
+    low, high = core.id_range(dense.ptr, dense.size) if dense.size else (0, 0)
     if not lowest <= low <= high < below:
         raise IndexError(f"{name}: ids must lie in [{lowest}, {below}), got {low} to {high} in "
                          f"{tokens.shape}")
@@ -787,8 +788,10 @@ def embed(tokens, w):
 @row(lambda: (sample(4096, 512), ids(4096), argsort(ids(4096)), zeros((1000, 512))))
 def embed_backward(dy, tokens, order, out):
     """out[token] += rows of dy, by token in `order`, the stable argsort of the tokens."""
-    need(order.size == tokens.size, "embed_backward", "order and tokens differ", order, tokens)
+    need(order.size == tokens.size and dy.size == tokens.size*out.shape[-1], "embed_backward",
+         "dy, order, tokens and out do not fit", dy, order, tokens, out)
     check_ids("embed_backward", order, tokens.size)
+    check_ids("embed_backward", tokens, out.shape[0])
     dy, tokens, order = packed(dy), packed(tokens), packed(order)
     core.embed_backward(tokens.ptr, order.ptr, dy.ptr, out.ptr, tokens.size, out.shape[1])
     return out
@@ -1000,6 +1003,8 @@ def attention_backward(do, q, k, v, o, lse, scale, dq, dk, dv):
 
     The gradients of a KV head are summed over its query heads in head order.
     """
+    for d, like in ((do, q), (o, q), (dq, q), (dk, k), (dv, v)):
+        need(d.shape == like.shape, "attention_backward", "a gradient wants the shape of", like, d)
     do, q, k, v = lanes(do), lanes(q), lanes(k), lanes(v)
     dims, at = head_layout(q, k, v, o, do, dq, dk, dv)
     core.attention_backward(q.ptr, k.ptr, v.ptr, o.ptr, lse.ptr, do.ptr, dq.ptr, dk.ptr, dv.ptr, at,
@@ -1061,9 +1066,13 @@ def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
     [rows].  With dx and dw, pairs (out, acc), gradients times `weight` are written on the way.
     """
     check_ids("head_loss", targets, vocab, lowest=-1)
-    need(x.shape[1] == w.shape[1] and targets.size == x.shape[0], "head_loss",
-         "wants [rows, dim], [vocab, dim] and targets [rows], got", x, w, targets)
-    need(vocab <= w.shape[0], "head_loss", f"a vocabulary of {vocab} needs more rows than", w)
+    need(x.ndim == w.ndim == 2 and x.shape[1] == w.shape[1] and targets.size == x.shape[0],
+         "head_loss", "wants [rows, dim], [vocab, dim] and targets [rows], got", x, w, targets)
+    need(1 <= vocab <= w.shape[0], "head_loss", f"a vocabulary of {vocab} does not fit", w)
+    for place, like in ((dx, x), (dw, w)):
+        need(not place or (place[0].shape == like.shape and place[0].contiguous
+                           and place[0].dtype == "f32"), "head_loss",
+             "a gradient wants contiguous f32 like", like, place and place[0])
     x, w, targets = packed(x), packed(w), packed(targets)
     (rows, dim), padded = x.shape, w.shape[0]
     head = narrow_head if dim <= NARROW else wide_head
@@ -1072,7 +1081,7 @@ def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
     step = max(1, min(rows, -(-rows//chunks//32)*32))       # chunks of equal size, in whole tiles
     losses = empty((rows,), "f64", x.device)
     cut = lambda t, start: t.view((min(step, rows - start), dim), offset=t.offset + start*dim)
-    for start in range(0, rows, step):
+    for start in range(0, max(1, rows), step):      # without rows dw is 0
         head(cut(x, start), w, targets.ptr + start*8, losses.ptr + start*8, vocab,
              weight/denominator, dx and (cut(dx[0], start), dx[1]),
              dw and (dw[0], dw[1] or start > 0))

@@ -663,6 +663,39 @@ def check_fan_out(function, leaves, truth, weights):
 
 
 @pytest.mark.parametrize("narrow", [48, 0])
+def test_head_at_the_edges(monkeypatch, narrow):
+    """Both ways of the head: huge logits cost no accuracy, rows without a target bring nothing,
+    no rows give a gradient of 0, what does not fit is refused."""
+    monkeypatch.setattr(tensor, "NARROW", narrow)
+    rng = rng_of("edges of the head")
+
+    def head(x, w, aims):
+        dx, dw = tensor.empty(x.shape), tensor.empty(w.shape)
+        loss = tensor.head_loss(own(x), own(w), own(np.array(aims, int)), 1, len(w), 1.0,
+                                (dx, False), (dw, False))
+        return loss.item(), dx.numpy(), dw.numpy()
+
+    x = rng.standard_normal((9, 32)).astype(np.float32)*3e3
+    w = np.tile(rng.standard_normal((100, 32)).astype(np.float32), (3, 1))
+    best = (x.astype(np.float64) @ w.T).argmax(1)
+    loss, _, dw = head(x, w, best)                      # each word three times: ln 3 a row
+    assert abs(loss/len(x) - np.log(3)) < 1e-5
+    assert abs(dw.astype(np.float64).sum(0)).max() < 3e-6*abs(dw).max()
+    assert head(np.float32([[100.3]]), np.float32([[99.7]]), [0])[0] == 0
+    assert abs(head(np.float32([[1e16]]), np.float32([[-1e16]]*2), [1])[0] - np.log(2)) < 1e-6
+    x = np.ones((3, 8), np.float32)
+    x[1], x[2] = np.nan if narrow else 2.0, 1e38        # stored logits: 0 times NaN in dw
+    loss, dx, dw = head(x, w[:, :8], [3, -1, -1])
+    assert np.isfinite(loss) and np.isfinite(dw).all() and not dx[1:].any() and dx[0].any()
+    assert np.isnan(head(x[1:2]*np.float32(np.nan), w[:, :8], [3])[0])
+    assert not head(np.zeros((0, 8)), w[:, :8], [])[2].any()
+    short, aims = (tensor.zeros((2, 8)), False), own(np.array([0, 1, 2]))
+    for vocab, places in ((0, {}), (301, {}), (300, {"dx": short}), (300, {"dw": short})):
+        with pytest.raises((ValueError, IndexError), match="head_loss"):
+            tensor.head_loss(own(np.ones((3, 8))), own(w[:, :8]), aims, 1, vocab, **places)
+
+
+@pytest.mark.parametrize("narrow", [48, 0])
 def test_head_in_chunks(monkeypatch, narrow):
     """The head's loss and gradients do not depend on how many rows are computed at a time."""
     # the smallest chunk has 128 rows: 270 rows make three, the last one short
