@@ -83,7 +83,8 @@ class Config:
         self.kv_heads = self.heads if self.kv_heads is None else self.kv_heads
         self.positive("kv_heads")
         if self.heads % self.kv_heads:
-            raise Refused(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+            raise Refused(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}: "
+                          "give one that divides it")
         if self.head_dim is None:
             if self.dim % self.heads:
                 raise Refused(f"dim={self.dim} is not a multiple of heads={self.heads}: "
