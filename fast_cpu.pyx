@@ -158,7 +158,7 @@ cdef extern from *:
     #define prefetch(p) __builtin_prefetch(p)       /* past the end it reads nothing: no fault */
     #define prefetch_write(p) __builtin_prefetch(p, 1)
     #define prefetch_l2(p) __builtin_prefetch(p, 0, 2)
-    /* A register tile, sums[rows][cols], in three steps.  Macros with unrolled loops, for only these
+    /* A register tile, sums[rows][cols], in three steps.  Macros with unrolled loops, as only these
        leave it in registers: a function's sums, or a plain loop's, pass through the stack. */
     #define EACH(rows, cols) _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) \
         _Pragma("GCC unroll 3") for (int j = 0; j < cols; j++)
@@ -182,7 +182,8 @@ cdef extern from *:
     #define TILE_ADD(sums, rows, cols, a, step, b) do { \
         vf row_[cols], x_; EACH(1, cols) row_[j] = ((const vf*)(b))[j]; \
         EACH(rows, cols) { \
-            if (__builtin_constant_p(step) && WITHIN(i)) ADD_WITHIN(sums[i][j], (a)[i*(step)], row_[j]); \
+            if (__builtin_constant_p(step) && WITHIN(i)) \
+                ADD_WITHIN(sums[i][j], (a)[i*(step)], row_[j]); \
             else { x_ = (a)[i*(step)] - VZERO; ADD(sums[i][j], x_, row_[j]); } } \
         __asm__ volatile("" ::: "memory"); } while (0)  /* or loads are hoisted, and sums spilled */
     #define TILE_STORE(sums, rows, cols, c, ldc, acc) do { \
@@ -2438,11 +2439,16 @@ cdef void stage(const float* x, idx ld, idx rows, idx cols, float alpha, float* 
     memset(y + rows*width, 0, (height - rows)*width*sizeof(float))
 
 
-cdef inline void scale_row(const float* x, float factor, float* y, idx n) noexcept nogil:
-    """y = factor x, rows as short as a head; y may be x."""
+cdef inline void scale_row(const float* x, float factor, float* y, idx n,
+                           bint add=False) noexcept nogil:
+    """y (+)= factor x, rows as short as a head; y may be x."""
     cdef idx j = 0
+    cdef vf v
     while j < n:
-        store(y + j, load(x + j, n - j)*factor, n - j)
+        v = load(x + j, n - j)*factor
+        if add:
+            v = v + load(y + j, n - j)
+        store(y + j, v, n - j)
         j += VL
 
 
@@ -2463,6 +2469,13 @@ cdef struct Operand:
     idx row, step
 
 
+cdef inline Operand as_it_lies(const float* x, idx row, idx step) noexcept nogil:
+    """An operand that is not packed."""
+    cdef Operand made
+    made.split, made.x, made.row, made.step = False, x, row, step
+    return made
+
+
 cdef inline idx room_of(const Attention* a, idx n) noexcept nogil:
     """Floats that n elements of an operand take at most: three parts of half a float, or one."""
     return n*3//2 if a.split else n
@@ -2471,10 +2484,9 @@ cdef inline idx room_of(const Attention* a, idx n) noexcept nogil:
 cdef Operand left(bint split, const float* x, idx row, idx step, idx rows, idx depth,
                   float* room) noexcept nogil:
     """x[i*row + t*step], one of row and step being 1, as a left operand of depth t."""
-    cdef Operand made
-    made.split, made.x, made.row, made.step = split, x, row, step
+    cdef Operand made = as_it_lies(x, row, step)
     if split:
-        made.x, made.row = room, parts(depth, SPLIT)*SPLIT*SPLIT_ROOM
+        made.split, made.x, made.row = True, room, parts(depth, SPLIT)*SPLIT*SPLIT_ROOM
         pack_parts(x, row*step, row == 1, depth, rows, row == 1, room, made.row)
     return made
 
@@ -2482,10 +2494,9 @@ cdef Operand left(bint split, const float* x, idx row, idx step, idx rows, idx d
 cdef Operand right(bint split, const float* x, idx ld, bint turned, idx cols, idx depth,
                    float* room) noexcept nogil:
     """x [depth, cols], or [cols, depth] if turned (which takes whole tiles), as a right operand."""
-    cdef Operand made
-    made.split, made.x, made.row, made.step = split, x, 0, ld
+    cdef Operand made = as_it_lies(x, 0, ld)
     if split:
-        made.x, made.row = room, parts(depth, SPLIT)*SPLIT*2*SPLIT_ROOM
+        made.split, made.x, made.row = True, room, parts(depth, SPLIT)*SPLIT*2*SPLIT_ROOM
         pack_parts(x, ld, not turned, depth, cols, turned, room, made.row)
     elif turned:
         flip(x, TILE, ld, room)
@@ -2698,12 +2709,10 @@ cdef Operand key_rows(const Attention* a, bint split, const View* x, idx b, idx 
 
     As they lie, register tiles would read past the end.
     """
-    cdef Operand made
     if split:
         return left(True, at(x, b, 0, head), x.position, 1, keys, a.dim, room)
     stage(at(x, b, 0, head), x.position, keys, a.dim, 1, room, parts(keys, TILE)*TILE, a.wide)
-    made.split, made.x, made.row, made.step = False, room, a.wide, 1
-    return made
+    return as_it_lies(room, a.wide, 1)
 
 
 cdef inline Operand turned(Operand a) noexcept nogil:
@@ -2977,13 +2986,13 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
 #   top = max s     sum = sum_j e^(s_j - top)     loss = top - s_target + ln(sum)
 #   p = e^(s - top)/sum       dw = scale (p - [j = target])^T x       dx = scale (p - [..]) w
 #
-# A tile of logits is made for the sum, and again for p: four products where three would do.  At dim 32
-# they are cheaper than writing rows*vocab floats, reading them back and packing them twice: the
-# head takes 25 ms instead of 31 (512 rows, 50,257 words, 2 threads); at dim 128 it is no faster.
+# A tile of logits is made for the sum, and again for p: four products where three would do.  At
+# dim 32 they are cheaper than writing rows*vocab floats, reading them back and packing them twice:
+# the head takes 25 ms instead of 31 (512 rows, 50,257 words, 2 threads); at dim 128 it is slower.
 #
 # A task is a range of words for all rows.  What it has of dw is complete; what it has of sums and
-# dx joins that of the other ranges in their order.  As in section 8 tiles are s[word][row], a lane is
-# a row, and scores are in units of ln2, here because w is staged as w/ln2.
+# dx joins that of the other ranges in their order.  As in section 8 tiles are s[word][row], a lane
+# is a row, and scores are in units of ln2, here because w is staged as w/ln2.
 
 cdef enum:
     HEAD_WORDS = 256                # words of a range at least
@@ -3031,13 +3040,6 @@ cdef idx lay_desk(const Head* h, float* room, Desk* d) noexcept nogil:
     d.w_room = d.fade + TILE
     d.xt_room = d.w_room + w*3//2
     return d.xt_room + x*3//2 - room
-
-
-cdef inline Operand as_it_lies(const float* x, idx row, idx step) noexcept nogil:
-    """An operand of `multiply` that is not packed."""
-    cdef Operand made
-    made.split, made.x, made.row, made.step = False, x, row, step
-    return made
 
 
 cdef void head_sums(const Head* h, idx r, idx tile, idx words, const Desk* d) noexcept nogil:
@@ -3096,8 +3098,7 @@ cdef void head_range(const Head* h, idx r, bint gradients, float* room) noexcept
     cdef idx first = r*h.each, words = least(h.each, h.vocab - first), tile, q0, i
     cdef Desk d
     lay_desk(h, room, &d)
-    if WITH_AMX:
-        AMX_OPEN()
+    AMX_OPEN()
     stage(h.w + first*h.dim, h.dim, words, h.dim, LOG2_E, d.w, h.each, h.wide)
     memset(d.dw, 0, h.each*h.wide*sizeof(float))
     d.w_rows = left(WITH_AMX, d.w, h.wide, 1, h.each, h.dim, d.w_room)
@@ -3112,22 +3113,9 @@ cdef void head_range(const Head* h, idx r, bint gradients, float* room) noexcept
             head_gradients(h, r, tile, words, &d)
         else:
             head_sums(h, r, tile, words, &d)
-    if WITH_AMX:
-        AMX_CLOSE()
+    AMX_CLOSE()
     for i in range(words if gradients and h.dw != NULL else 0):
-        put_row(d.dw + i*h.wide, h.scale, h.dw + (first + i)*h.dim, h.dim, h.add_w)
-
-
-cdef inline void put_row(const float* x, float factor, float* y, idx n, bint add) noexcept nogil:
-    """y (+)= factor x."""
-    cdef idx j = 0
-    cdef vf v
-    while j < n:
-        v = load(x + j, n - j)*factor
-        if add:
-            v = v + load(y + j, n - j)
-        store(y + j, v, n - j)
-        j += VL
+        scale_row(d.dw + i*h.wide, h.scale, h.dw + (first + i)*h.dim, h.dim, h.add_w)
 
 
 cdef void close_row(const Head* h, idx q) noexcept nogil:
@@ -3157,7 +3145,7 @@ cdef void head_tile(const Head* h, idx tile, bint gradients, float* room) noexce
         add_rows(total, total + r*h.tiles*size, total, size)
     flip(total, h.wide, TILE, room)
     for i in range(least(TILE, h.rows - tile*TILE)):
-        put_row(room + i*h.wide, h.scale*LN_2, h.dx + (tile*TILE + i)*h.dim, h.dim, h.add_x)
+        scale_row(room + i*h.wide, h.scale*LN_2, h.dx + (tile*TILE + i)*h.dim, h.dim, h.add_x)
 
 
 cdef void run_head(const Head* h, int threads, idx size, float* room) noexcept nogil:
