@@ -3100,7 +3100,8 @@ cdef void head_range(const Head* h, idx r, bint gradients, float* room) noexcept
     lay_desk(h, room, &d)
     AMX_OPEN()
     stage(h.w + first*h.dim, h.dim, words, h.dim, LOG2_E, d.w, h.each, h.wide)
-    memset(d.dw, 0, h.each*h.wide*sizeof(float))
+    if gradients:
+        memset(d.dw, 0, h.each*h.wide*sizeof(float))
     d.w_rows = left(WITH_AMX, d.w, h.wide, 1, h.each, h.dim, d.w_room)
     for tile in range(h.tiles):
         q0 = tile*TILE

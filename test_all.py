@@ -695,6 +695,24 @@ def test_head_at_the_edges(monkeypatch, narrow):
             tensor.head_loss(own(np.ones((3, 8))), own(w[:, :8]), aims, 1, vocab, **places)
 
 
+def test_rows_refuse_places_that_do_not_fit():
+    """Rows that are told where to write say so, instead of writing past it or leaving gaps."""
+    x, two = tensor.zeros((3, 4)), tensor.zeros((2, 4))
+    ids = lambda *values: own(np.array(values))
+    q, short = tensor.zeros((1, 3, 2, 8)), tensor.zeros((1, 2, 2, 8))
+    lse = tensor.zeros((1, 2, 3))
+    refused = {
+        "matmul": lambda: tensor.matmul(x, tensor.zeros((4, 3)),
+                                        tensor.transposed(tensor.zeros((3, 3)))),
+        "embed_backward": lambda: tensor.embed_backward(x, ids(0, 1, 2), ids(0, 1, 2), two),
+        "embed_backward ": lambda: tensor.embed_backward(two, ids(0, 1, 1), ids(0, 1, 2), two),
+        "attention_backward": lambda: tensor.attention_backward(q, q, q, q, q, lse, 1.0, short, q,
+                                                                q)}
+    for name, run in refused.items():
+        with pytest.raises((ValueError, IndexError), match=name.strip()):
+            run()
+
+
 @pytest.mark.parametrize("narrow", [48, 0])
 def test_head_in_chunks(monkeypatch, narrow):
     """The head's loss and gradients do not depend on how many rows are computed at a time."""
