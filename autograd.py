@@ -55,7 +55,7 @@ class Node:
     `shared` outputs are slices that tile one storage (q, k and v); their gradients are such slices
     too, so that the backward can treat them as the one tensor they came from.
     """
-    # sinks: per input, None where no gradient is wanted.  layouts: shape, strides, offset per
+    # sinks: per input, None where no gradient is wanted.  layouts: shape, strides, offset, dtype per
     # output.  grads: per output, None until a consumer has given one.  base: what shared gradients
     # lie in.  again: None, or a function that gives all outputs once more.
     __slots__ = ("number", "sinks", "backward", "again", "layouts", "shared", "base", "lent",
@@ -64,7 +64,7 @@ class Node:
     def __init__(self, sinks, backward, again, outs, shared):
         self.number, self.sinks, self.backward = next(_numbers), sinks, backward
         self.again = again
-        self.layouts = [(t.shape, t.strides, t.offset) for t in outs]
+        self.layouts = [(t.shape, t.strides, t.offset, t.dtype) for t in outs]
         self.shared = shared
         self.base, self.lent, self.grads = None, set(), [None]*len(outs)
 
@@ -72,16 +72,21 @@ class Node:
         """The place of output i's gradient, to write in; a new tensor if another has it already."""
         taken = i in self.lent
         self.lent.add(i)
-        return T.empty(self.layouts[i][0]) if taken else self.place(i)
+        return self.elsewhere(i) if taken else self.place(i)
+
+    def elsewhere(self, i):
+        """A new tensor like output i."""
+        shape, _, _, dtype = self.layouts[i]
+        return T.empty(shape, dtype)
 
     def place(self, i):
         """Where the gradient of output i lies: a new tensor, or its slice of the shared one."""
-        shape, strides, offset = self.layouts[i]
+        shape, strides, offset, dtype = self.layouts[i]
         if not self.shared:
-            return T.empty(shape)
+            return self.elsewhere(i)
         if self.base is None:
             # The slices tile their storage without gaps, from its start: their offsets hold here
-            self.base = T.empty((builtins.sum(math.prod(shape) for shape, _, _ in self.layouts),))
+            self.base = T.empty((builtins.sum(math.prod(at[0]) for at in self.layouts),), dtype)
         return self.base.view(shape, strides, offset)
 
     def gradients(self):
@@ -90,7 +95,8 @@ class Node:
             for i, g in enumerate(self.grads):
                 if g is None:
                     self.grads[i] = self.place(i)
-                    T.copy(T.expand(T.tensor(0.0), self.grads[i].shape, "zero"), self.grads[i])
+                    zero = T.zeros((), self.grads[i].dtype)
+                    T.copy(T.expand(zero, self.grads[i].shape, "zero"), self.grads[i])
         return self.grads
 
 
@@ -110,6 +116,11 @@ class Sink:
         """The gradient so far; None if nobody has given any."""
         return self.leaf.grad if self.node is None else self.node.grads[self.index]
 
+    @property
+    def dtype(self):
+        """That of the input, and of its gradient."""
+        return self.leaf.dtype if self.node is None else self.node.layouts[self.index][3]
+
     def keep(self, d):
         """Put d itself there, in place of what was held."""
         if self.node is None:
@@ -120,14 +131,16 @@ class Sink:
     def room(self):
         """Memory to write a gradient to, for kernels that overwrite; then hand it to `give`."""
         if self.node is None:
-            return T.empty(self.leaf.shape)
+            return T.empty(self.leaf.shape, self.leaf.dtype)
         if self.held is not None:       # writing to its place would lose it
-            return T.empty(self.node.layouts[self.index][0])
+            return self.node.elsewhere(self.index)
         return self.node.room(self.index)
 
     def give(self, d):
         """Take over d, which the caller owns and will not touch again; add it to what is held."""
         held, node = self.held, self.node
+        if d.dtype != self.dtype:
+            d = T.cast(d, self.dtype)
         if held is not None:
             T.accumulate(held, d)
         elif node is None or not node.shared:
@@ -152,7 +165,7 @@ class Sink:
             write(held, True)
         else:
             out = self.room()
-            out = out if out.contiguous else T.empty(out.shape)
+            out = out if out.contiguous else T.empty(out.shape, out.dtype)
             write(out, False)
             self.give(out)
 
@@ -240,7 +253,7 @@ def backward(out, gradient=None):
         raise RuntimeError("backward: nothing that this tensor came from requires a gradient")
     if gradient is None:
         T.need(out.size == 1, "backward", "only one element needs no `gradient`, not", out)
-        gradient = T.fill(T.empty(out.shape), 1.0)
+        gradient = T.fill(T.empty(out.shape, out.dtype), 1.0)
     else:
         gradient = T.copy(lift(gradient))
         T.need(gradient.shape == out.shape, "backward", "gradient and tensor differ", gradient, out)
@@ -572,8 +585,8 @@ def dropout(x, how):
 # Weight gradients go through `fill` straight into the parameter's own gradient: the product adds to
 # it, and micro-steps need no buffer of their own.
 
-def embed(tokens, w, order=None):
-    """w[tokens]; `order`, the stable argsort of the flattened tokens, is computed if not given.
+def embed(tokens, w, order=None, dtype="f32"):
+    """w[tokens] in the dtype; `order`, the stable argsort of the flattened tokens, is computed if not given.
 
     dw[t] is the sum of g over the positions of t, taken in that order: one order, so one result.
     """
@@ -581,7 +594,7 @@ def embed(tokens, w, order=None):
         sorted_ids = T.argsort(tokens) if order is None else order
         adding(sink, lambda dw: T.embed_backward(g, tokens, sorted_ids, dw))
 
-    return record(T.embed(tokens, w), (None, w, None), backward)
+    return record(T.embed(tokens, w, dtype), (None, w, None), backward)
 
 
 def add_rmsnorm(x, residual, w, eps=1e-6):
@@ -596,7 +609,7 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
 
     def backward(g, sx, sr, sw):
         dtotal, dy = (None, g) if first else g
-        dy = T.zeros(total.shape) if dy is None else dy
+        dy = T.zeros(total.shape, total.dtype) if dy is None else dy
         one = None if sx and sr else sx or sr   # the only one that wants it: no copy is needed
 
         def run(out, acc, dw):
@@ -607,7 +620,7 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
             if one:
                 one.fill(lambda out, acc: run(out, acc, dw))
                 return
-            both = T.empty(total.shape)
+            both = T.empty(total.shape, total.dtype)
             run(both, False, dw)
             if sx:
                 sr.lend(both)
@@ -619,8 +632,11 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
                   again=lambda: T.add_rmsnorm(total, None, w, eps)[first:2], reads=(total, w))
 
 
-def linear(x, w, residual=None, dropout=None):
-    """residual + dropout(x w^T): x [..., in], w [out, in]; dX = dY W, dW = dY^T X."""
+def linear(x, w, residual=None, dropout=None, dtype=None):
+    """residual + dropout(x w^T) in the dtype, by default x's: x [..., in], w [out, in].
+
+    dX = dY W, dW = dY^T X.
+    """
     how = dropout if dropout is not None and dropout.p > 0 else None
     keep = saved(x)
 
@@ -633,7 +649,7 @@ def linear(x, w, residual=None, dropout=None):
         if sr:
             sr.give(g)      # last: sx may be the same, and would add to the g that it reads
 
-    return record(T.linear(x, w, residual, how), (x, w, residual), backward)
+    return record(T.linear(x, w, residual, how, dtype), (x, w, residual), backward)
 
 
 def weight_gradient(sink, d, x):
@@ -686,7 +702,7 @@ def attention(q, k, v, flash=True, scale=None):
     def backward(g, *sinks):
         inputs = keep()
         # The kernel writes by stride: into the slices of one gradient where q, k and v are slices
-        rooms = [s.room() if s else T.empty(t.shape) for s, t in zip(sinks, inputs)]
+        rooms = [s.room() if s else T.empty(t.shape, t.dtype) for s, t in zip(sinks, inputs)]
         T.attention_backward(g, *inputs, out, lse, scale, *rooms)
         for s, d in zip(sinks, rooms):
             if s:
@@ -702,7 +718,8 @@ def composed_attention(q, k, v, scale):
     q, k, v = (transpose(t, 0, 2, 1, 3) for t in (q, repeat_kv(k, groups), repeat_kv(v, groups)))
     # Query i stands at position i + Sk - Sq and sees the keys up to there
     future = np.triu(np.full((Sq, Sk), -np.inf, np.float32), Sk - Sq + 1)
-    weights = softmax(add(mul(matmul(q, transpose(k)), scale), T.tensor(future)))
+    future = T.cast(T.tensor(future), q.dtype)
+    weights = softmax(add(mul(matmul(q, transpose(k)), scale), future))
     return transpose(matmul(weights, v), 0, 2, 1, 3)
 
 

@@ -64,8 +64,30 @@ cdef extern from *:
     typedef float vf __attribute__((vector_size(VL * 4), aligned(4), may_alias));
     typedef int vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
     typedef unsigned vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+    typedef unsigned short vh __attribute__((vector_size(VL * 2), aligned(2), may_alias));
     typedef unsigned u32a __attribute__((may_alias));
     #define VZERO ((vf){0})
+    #define HZERO ((vh){0})
+    #if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+    #include <immintrin.h>
+    #endif
+    /* VL bf16 as fp32, and back, rounded to nearest even; a NaN stays one (see to_bf16) */
+    #define WIDEN(h) ((vf)(__builtin_convertvector(h, vu) << 16))
+    #if defined(__AVX512BF16__)
+    enum { WITH_DOT = 1 };
+    #define NARROW(x) ((vh)_mm512_cvtneps_pbh((__m512)(x)))
+    #define ROUND(x) WIDEN(NARROW(x))
+    /* fp32 sums += products of pairs of bf16, each pair in a word */
+    #define DOT(s, x, y) ((vf)_mm512_dpbf16_ps((__m512)(s), (__m512bh)(x), (__m512bh)(y)))
+    #else
+    enum { WITH_DOT = 0 };
+    static inline vf ROUND(vf x) {
+        vu u = (vu)x, nan = (vu)(x != x), upper = u & 0xffff0000u;
+        return (vf)(((u + 0x7fffu + ((u >> 16) & 1)) & 0xffff0000u & ~nan)
+                    | ((upper | 0x400000u) & nan)); }
+    #define NARROW(x) __builtin_convertvector((vu)ROUND(x) >> 16, vh)
+    #define DOT(s, x, y) ((s) + LOWER(x)*LOWER(y) + UPPER(x)*UPPER(y))
+    #endif
     /* lane-wise a > b ? a : b (b where either is NaN): an instruction, which gcc does not see */
     #if defined(__AVX__)
     static inline vf vmax(vf a, vf b) {
@@ -113,7 +135,6 @@ cdef extern from *:
        or AMX crawls beside a busy hyper-thread, which takes its share of the physical tiles: with 8
        in use a multiply takes 27 ns there, with these 5 it takes 9; alone 7.4 and 7.9. */
     #if defined(__AMX_BF16__)
-    #include <immintrin.h>
     enum { WITH_AMX = 1 };
     #define AMX_OPEN() do { \
         struct { unsigned char palette, no[15]; unsigned short bytes[16]; unsigned char row[16]; } \
@@ -139,8 +160,10 @@ cdef extern from *:
     #define AMX_ADD() (void)0
     #define AMX_STORE(c, ld) (void)(c)
     #endif
-    /* the upper halves of words, which are bf16; two of them in one word, x below y */
+    /* the halves of words, which are bf16, as fp32; two of these in one word, x below y */
     #define UPPER(x) ((vf)((vu)(x) & 0xffff0000u))
+    #define LOWER(x) ((vf)((vu)(x) << 16))
+    #define BROADCAST(p) ((vf)((vu){0} + *(const u32a*)(p)))
     #define PAIR(x, y) ((vf)(((vu)(x) >> 16) | (vu)(y)))
     #define LOG2_E 1.44269504f
     #define LN_2 0.693147181f
@@ -191,11 +214,17 @@ cdef extern from *:
         else { EACH(rows, cols) ((vf*)((c) + i*(ldc)))[j] = sums[i][j]; } } while (0)
     #define fmaf1(a, b, c) __builtin_fmaf(a, b, c)      /* one rounding, spelled out */
     """
-    enum: VL, MR, NV, NR, WITH_OPENMP, WITH_AMX
+    enum: VL, MR, NV, NR, WITH_OPENMP, WITH_AMX, WITH_DOT
     ctypedef float vf
+    ctypedef uint16_t vh
     ctypedef int vi
     ctypedef uint32_t u32a
     const vf VZERO
+    const vh HZERO
+    vf WIDEN(vh) noexcept nogil
+    vh NARROW(vf) noexcept nogil
+    vf ROUND(vf) noexcept nogil
+    vf DOT(vf, vf, vf) noexcept nogil
     const float LOG2_E, LN_2
     vf vmax(vf, vf) noexcept nogil
     int f2i(float) noexcept nogil
@@ -213,6 +242,7 @@ cdef extern from *:
     void AMX_STORE(float*, Py_ssize_t) noexcept nogil
     vf UPPER(vf) noexcept nogil
     vf PAIR(vf, vf) noexcept nogil
+    vf BROADCAST(const float*) noexcept nogil
     float pow2 "POW2"(float) noexcept nogil
     vf pow2_lanes "POW2"(vf) noexcept nogil
     void barrier() noexcept nogil
@@ -233,6 +263,16 @@ cdef extern from "sys/mman.h" nogil:
     void* MAP_FAILED
 
 ctypedef Py_ssize_t idx
+
+# Kernels on activations are written once for both types of an element: `load` and `store` convert,
+# all arithmetic is fp32.  Functions that Python calls take a flag `half` for bf16.
+ctypedef fused real:                # an element in memory: fp32, or the bits of a bf16
+    float
+    uint16_t
+
+ctypedef fused other:               # that of another array
+    float
+    uint16_t
 
 # A parallel region costs about 1 us while the team spins: below this size one thread is faster.
 # THREADS is read when a call starts; tensor.py sets it to the number of physical cores.
@@ -757,18 +797,22 @@ def binary(int kind, size_t a, size_t b, size_t c, int ndim, size_t shape, size_
         binary_band(kind, <const float*>a, <const float*>b, <float*>c, &w, t)
 
 
-cdef void axpy_part(float alpha, const float* x, float* y, idx n) noexcept nogil:
+cdef void axpy_part(float alpha, const real* x, real* y, idx n) noexcept nogil:
     """One part of axpy()."""
-    cdef idx i
-    for i in range(n):
-        y[i] = y[i] + alpha*x[i]
+    cdef idx i = 0
+    while i < n:
+        store(y + i, load(y + i, n - i) + load(x + i, n - i)*alpha, n - i)
+        i += VL
 
 
-def axpy(float alpha, size_t x, size_t y, idx n):
+def axpy(float alpha, size_t x, size_t y, idx n, bint half=False):
     """y += alpha*x; y may be x (the tape adds a gradient to itself in x + x)."""
     cdef idx t
     for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
-        axpy_part(alpha, <const float*>x + t*PART, <float*>y + t*PART, extent(t, n))
+        if half:
+            axpy_part(alpha, <const uint16_t*>x + t*PART, <uint16_t*>y + t*PART, extent(t, n))
+        else:
+            axpy_part(alpha, <const float*>x + t*PART, <float*>y + t*PART, extent(t, n))
 
 
 cdef void scale_part(float alpha, const float* x, float* y, idx n) noexcept nogil:
@@ -1007,25 +1051,39 @@ def philox_mask(size_t out, idx sequences, uint64_t first_sequence, idx seq, idx
                  first_sequence + <uint64_t>b, site, threshold)
 
 
-cdef void dropout_piece(const float* x, float* y, idx n, idx first, uint64_t key, uint64_t sequence,
+cdef inline void copy_row(const real* x, other* y, idx n) noexcept nogil:
+    """y = x, converted."""
+    cdef idx i = 0
+    while i < n:
+        store(y + i, load(x + i, n - i), n - i)
+        i += VL
+
+
+cdef void dropout_piece(const real* x, real* y, idx n, idx first, uint64_t key, uint64_t sequence,
                         uint32_t site, uint32_t threshold, float scale) noexcept nogil:
-    """One task of dropout(): copied to y, then masked there while it is in L1 (16 KB)."""
-    if y != x:
-        memcpy(y, x, n*sizeof(float))
-    dropout_row(y, n, first, key, sequence, site, threshold, scale)
+    """One task of dropout(): masked in fp32 on the stack (16 KB, in L1)."""
+    cdef float room[SPREAD]
+    copy_row(x, &room[0], n)
+    dropout_row(room, n, first, key, sequence, site, threshold, scale)
+    copy_row(<const float*>&room[0], y, n)
 
 
 def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_sequence,
-            uint32_t site, uint64_t key, uint32_t threshold, float scale):
+            uint32_t site, uint64_t key, uint32_t threshold, float scale, bint half=False):
     """y = x*mask*scale over [sequences, seq, dim]; y may be x.  Backward is the same map of dy.
 
     scale is 1/(1 - p), so that the expected value stays; no mask is stored, it is drawn again.
     """
-    cdef idx t, b, j, n = seq*dim, tasks = parts(n, SPREAD)
+    cdef idx t, b, at, count, n = seq*dim, tasks = parts(n, SPREAD)
     for t in prange(sequences*tasks, nogil=True, schedule='dynamic', num_threads=team(sequences*n)):
-        b, j = t//tasks, t%tasks*SPREAD
-        dropout_piece(<const float*>x + b*n + j, <float*>y + b*n + j, least(SPREAD, n - j), j, key,
-                      first_sequence + <uint64_t>b, site, threshold, scale)
+        b = t//tasks
+        at, count = b*n + t%tasks*SPREAD, least(SPREAD, n - t%tasks*SPREAD)
+        if half:
+            dropout_piece(<const uint16_t*>x + at, <uint16_t*>y + at, count, at - b*n, key,
+                          first_sequence + <uint64_t>b, site, threshold, scale)
+        else:
+            dropout_piece(<const float*>x + at, <float*>y + at, count, at - b*n, key,
+                          first_sequence + <uint64_t>b, site, threshold, scale)
 
 
 # ---- 6. Matrix products --------------------------------------------------------------------------
@@ -1078,25 +1136,30 @@ cdef enum:
     SPLIT_FROM = 16         # rows from which on a product is one of panels: fewer are bound by
                             # reading B; and, where there is AMX, is computed in parts
     SPLIT_COLUMNS = 32      # columns that pay for packing parts, 0.2 ns an element of A more
-    SPLIT_ROOM = 24         # floats that 16 elements in three parts of 2 bytes take
+    PART_ROOM = 8           # floats that 16 elements take in each part
+    SHARED = 1 << 20        # floats of a shared operand whose slices are all needed at once
+    PIECES = 64             # columns of a product of few rows that are finished at a time
 
 cdef struct Product:
-    const float* a          # [m, k], or [k, m] if ta
-    const float* b          # [k, n], or [n, k] if tb
-    float* c                # [m, n], not overlapping a or b
+    const void* a           # [m, k], or [k, m] if ta
+    const void* b           # [k, n], or [n, k] if tb
+    void* c                 # [m, n], not overlapping a or b
+    bint half               # operands are, or get rounded to, bf16
+    bint half_a, half_b, half_c     # are bf16 in memory
     idx lda, ldb, ldc, m, n, k
     bint ta, tb, acc        # acc: add to C instead of overwriting it
     const float* packed     # all of B as `pack_b` leaves it; or NULL
-    const float* residual   # [m, n] with C's leading dimension, added in the end; or NULL
-    float* h                # [m, n/2]: silu of C's left half times its right half; or NULL
+    const void* residual    # [m, n] with C's leading dimension, added in the end; or NULL
+    void* h                 # [m, n/2]: silu of C's left half times its right half; or NULL
     idx seq                 # rows of C per sequence, for the dropout of the product
     uint64_t key, first_sequence
     uint32_t site, threshold    # threshold 0: no dropout
     float keep_scale
     # What follows from these, see lay_out()
-    bint split
+    int parts               # bf16 parts of an operand: 1, 3, or 0 where it is fp32
+    bint beside             # sums of a block grow beside C, in all slices: C cannot hold them
     idx mr, rows            # rows of a tile, panels of A
-    idx halves, columns     # 2 if h is wanted; panels of B in each of so many halves
+    idx nr, halves, columns     # 2 if h is wanted; panels of B in each of so many halves
     idx depth, slices       # of K: none a sliver, 520 is 2*260, not 512 + 8
     idx a_room, b_room      # floats from one panel to the next
 
@@ -1112,15 +1175,22 @@ cdef struct Part:
 cdef void lay_out(Product* p) noexcept nogil:
     """Fill in how the product is cut."""
     cdef idx slices = most(1, parts(p.k, KC)), step
-    p.split = WITH_AMX and p.m >= SPLIT_FROM and p.n >= SPLIT_COLUMNS
-    step = SPLIT if p.split else 1
-    p.mr = SPLIT_ROWS if p.split else MR
+    p.parts = 0
+    if p.half:
+        p.parts = 1
+    elif WITH_AMX and p.m >= SPLIT_FROM and p.n >= SPLIT_COLUMNS:
+        p.parts = 3
+    p.beside = p.half_c
+    step = SPLIT if p.parts else 1
+    p.mr, p.nr = SPLIT_ROWS if p.parts else MR, SPLIT if p.parts else NR
     p.rows, p.halves = parts(p.m, p.mr), 2 if p.h != NULL else 1
-    p.columns = parts(p.n//p.halves, NR)
+    p.columns = parts(p.n//p.halves, p.nr)
     p.depth = most(1, parts(parts(p.k, slices), step)*step)
-    p.slices = parts(p.k, p.depth)
-    p.a_room = p.depth*SPLIT_ROOM if p.split else p.depth*MR + VL   # into which `pack` may spill
-    p.b_room = p.depth*2*SPLIT_ROOM if p.split else p.depth*NR
+    p.slices = most(1, parts(p.k, p.depth))
+    p.a_room = p.depth*PART_ROOM*p.parts
+    p.b_room = 2*p.a_room
+    if not p.parts:
+        p.a_room, p.b_room = p.depth*MR + VL, p.depth*NR    # `pack` may spill into VL more
 
 
 cdef void pack(const float* x, idx ld, bint across, idx kc, idx rows, idx width,
@@ -1165,7 +1235,10 @@ cdef inline idx tiles_of(bint across, bint turn) noexcept nogil:
 
 cdef inline void split_step(const bint full, const bint across, const bint turn, const float* x,
                             idx ld, idx kc, idx rows, float* out) noexcept nogil:
-    """A step of a panel, see pack_parts; `kc` k and `rows` rows of it there, if not `full`."""
+    """A step of a panel in three parts, see pack_parts; `kc` k and `rows` rows of it, if not `full`.
+
+    A word holds k and k + 16.
+    """
     cdef float words[3*256]
     cdef vf u, v, x_u, x_v
     cdef idx t, i, s, left, tiles = tiles_of(across, turn)
@@ -1191,59 +1264,135 @@ cdef inline void split_step(const bint full, const bint across, const bint turn,
             transpose_tile(words + 256*s, 16, 16, out + (tiles*s + t)*256, 16)
 
 
-cdef inline void split_any(bint across, bint turn, const float* x, idx ld, idx kc, idx rows,
-                           float* out) noexcept nogil:
-    """split_step by constants: a whole step needs no conditions."""
-    if rows < 16*tiles_of(across, turn) or kc < 32:
-        split_step(False, across, turn, x, ld, kc, rows, out)
-    elif across and turn:
-        split_step(True, True, True, x, ld, 32, 32, out)
-    elif across:
-        split_step(True, True, False, x, ld, 32, 32, out)
-    elif turn:
-        split_step(True, False, True, x, ld, 32, 32, out)
+cdef inline vf pair(const real* x, const real* y, idx left, idx left_y) noexcept nogil:
+    """VL words, each a bf16 of x below one of y; zeros where none are left."""
+    if real is float:
+        return PAIR(ROUND(load(x, left)), ROUND(load(y, left_y)))
     else:
-        split_step(True, False, False, x, ld, 32, 32, out)
+        return PAIR(load(x, left), load(y, left_y))
 
 
-cdef void pack_parts(const float* x, idx ld, bint across, idx kc, idx rows, bint turn,
+cdef inline void half_step(const bint full, const bint across, const bint turn, const real* x,
+                           idx ld, idx kc, idx rows, float* out) noexcept nogil:
+    """A step of a panel in one part, see pack_parts.  A word holds neighbours in k.
+
+    So 32 k of a row that does not lie across are copied, or rounded, as they are.
+    """
+    cdef float words[256]
+    cdef idx t, i, j, left, left_y
+    cdef const real* y
+    cdef float* w
+    for t in range(tiles_of(across, turn)):
+        w = &words[0] if turn else out + 256*t
+        for i in range(16):
+            if across:
+                y, left = x + 2*i*ld + 16*t, 16 if full else most(0, rows - 16*t)
+                prefetch(y + 32*ld)
+                prefetch(y + 33*ld)
+                left_y = left if full or 2*i + 1 < kc else 0
+                left = left if full or 2*i < kc else 0
+                for j in range(16//VL):
+                    (<vf*>(w + 16*i))[j] = pair(y + j*VL, y + ld + j*VL, most(0, left - j*VL),
+                                                most(0, left_y - j*VL))
+            else:
+                y, left = x + (16*t + i)*ld, 32 if full else least(32, kc)
+                half_row(y, left if full or 16*t + i < rows else 0, <uint16_t*>(w + 16*i))
+        if turn:
+            turn_words(words, out + 256*t)
+
+
+cdef inline void half_row(const real* x, idx left, uint16_t* y) noexcept nogil:
+    """32 elements as bf16, zeros from `left` on."""
+    cdef idx j
+    if real is float:
+        for j in range(32//VL):
+            store(y + j*VL, load(x + j*VL, most(0, left - j*VL)), VL)
+    else:
+        memset(y, 0, 64 if left < 32 else 0)
+        memcpy(y, x, 64 if left >= 32 else 2*left)
+
+
+cdef inline void turn_words(const float* x, float* y) noexcept nogil:
+    """y = transpose of x, 16 x 16 words."""
+    cdef idx i, j
+    for i in range(16//VL):
+        for j in range(16//VL):
+            transpose_tile(x + 16*i*VL + j*VL, 16, VL, y + 16*j*VL + i*VL, 16)
+
+
+cdef inline void pack_step(const bint full, const bint across, const bint turn, const int count,
+                           const real* x, idx ld, idx kc, idx rows, float* out) noexcept nogil:
+    """The step of `count` parts."""
+    if count == 1:
+        half_step(full, across, turn, x, ld, kc, rows, out)
+    elif real is float:                 # bf16 has no more than one
+        split_step(full, across, turn, x, ld, kc, rows, out)
+
+
+cdef inline void pack_any(bint across, bint turn, const int count, const real* x, idx ld, idx kc,
+                          idx rows, float* out) noexcept nogil:
+    """pack_step by constants: a whole step needs no conditions."""
+    if rows < 16*tiles_of(across, turn) or kc < 32:
+        pack_step(False, across, turn, count, x, ld, kc, rows, out)
+    elif across and turn:
+        pack_step(True, True, True, count, x, ld, 32, 32, out)
+    elif across:
+        pack_step(True, True, False, count, x, ld, 32, 32, out)
+    elif turn:
+        pack_step(True, False, True, count, x, ld, 32, 32, out)
+    else:
+        pack_step(True, False, False, count, x, ld, 32, 32, out)
+
+
+cdef void pack_parts(const real* x, idx ld, bint across, idx kc, idx rows, bint turn, int count,
                      float* out, idx room) noexcept nogil:
     """Rows of the matrix in parts, zero-padded, as panels of 16 (A) or 32 (B), `room` floats apart.
 
-    A step of 32 k is, part after part, tiles of 16 x 16 words, a word holding k and k + 16.
+    A step of 32 k is, part after part, tiles of 16 x 16 words, a word holding two k.
     A's tiles have a row a row, B's a column a column, of words: what comes the other way is turned.
     If rows lie across, all panels take a step before any takes the next: memory read in long runs
     is a third faster than in the 64 or 128 bytes that a panel has of a row.
     """
-    cdef idx width = 16*tiles_of(across, turn), step = 3*16*width   # floats of a step of a panel
+    cdef idx width = 16*tiles_of(across, turn), step = count*16*width   # floats of a panel's step
     cdef idx panels = parts(rows, width), steps = parts(kc, 32), i, t, s
+    cdef const real* y
     for i in range(panels*steps):
         t, s = (i % panels, i//panels) if across else (i//steps, i % steps)
-        split_any(across, turn, x + (32*s*ld + t*width if across else t*width*ld + 32*s), ld,
-                  kc - 32*s, rows - t*width, out + t*room + s*step)
+        y = x + (32*s*ld + t*width if across else t*width*ld + 32*s)
+        if count == 1:
+            pack_any(across, turn, 1, y, ld, kc - 32*s, rows - t*width, out + t*room + s*step)
+        else:
+            pack_any(across, turn, 3, y, ld, kc - 32*s, rows - t*width, out + t*room + s*step)
 
 
 cdef void pack_rows(const Product* p, idx first, idx end, idx s, float* out) noexcept nogil:
     """Panels first .. end of A's rows, slice s, each a_room after the last."""
     cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), i = first*p.mr, t
-    cdef const float* x = p.a + (pc*p.lda + i if p.ta else i*p.lda + pc)
-    if p.split:
-        pack_parts(x, p.lda, p.ta, kc, least(p.m, end*p.mr) - i, p.ta, out, p.a_room)
-    for t in range(0 if p.split else end - first):
-        pack(x + t*MR*(1 if p.ta else p.lda), p.lda, p.ta, kc, p.m - i - t*MR, MR,
-             out + t*p.a_room)
+    cdef idx start = pc*p.lda + i if p.ta else i*p.lda + pc, rows = least(p.m, end*p.mr) - i
+    if p.half_a:
+        pack_parts(<const uint16_t*>p.a + start, p.lda, p.ta, kc, rows, p.ta, 1, out, p.a_room)
+    elif p.parts:
+        pack_parts(<const float*>p.a + start, p.lda, p.ta, kc, rows, p.ta, p.parts, out, p.a_room)
+    for t in range(0 if p.parts else end - first):
+        pack(<const float*>p.a + start + t*MR*(1 if p.ta else p.lda), p.lda, p.ta, kc,
+             p.m - i - t*MR, MR, out + t*p.a_room)
 
 
 cdef void pack_columns(const Product* p, idx first, idx end, idx half, idx s,
                        float* out) noexcept nogil:
     """Panels first .. end of the columns of a half of B, slice s, each b_room after the last."""
-    cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), j = first*NR + half*(p.n//2), t
-    cdef const float* x = p.b + (j*p.ldb + pc if p.tb else pc*p.ldb + j)
-    if p.split:
-        pack_parts(x, p.ldb, not p.tb, kc, least(p.n - j, (end - first)*NR), p.tb, out, p.b_room)
-    for t in range(0 if p.split else end - first):
-        pack(x + t*NR*(p.ldb if p.tb else 1), p.ldb, not p.tb, kc, p.n - j - t*NR, NR,
-             out + t*p.b_room)
+    cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), j = first*p.nr + half*(p.n//2), t
+    cdef idx start = j*p.ldb + pc if p.tb else pc*p.ldb + j
+    cdef idx columns = least(p.n - j, (end - first)*p.nr)
+    if p.half_b:
+        pack_parts(<const uint16_t*>p.b + start, p.ldb, not p.tb, kc, columns, p.tb, 1, out,
+                   p.b_room)
+    elif p.parts:
+        pack_parts(<const float*>p.b + start, p.ldb, not p.tb, kc, columns, p.tb, p.parts, out,
+                   p.b_room)
+    for t in range(0 if p.parts else end - first):
+        pack(<const float*>p.b + start + t*NR*(p.ldb if p.tb else 1), p.ldb, not p.tb, kc,
+             p.n - j - t*NR, NR, out + t*p.b_room)
 
 
 cdef void register_tile(idx kc, const float* a, const float* b, float* c, idx ldc, bint acc,
@@ -1344,8 +1493,47 @@ cdef inline void six_products(const float* a, const float* b) noexcept nogil:
     AMX_ADD()                       # a1 b1
 
 
-cdef void split_tile(idx steps, const float* a, const float* b, float* c, idx ldc, bint acc,
-                     idx rows, idx cols, const float* y, idx step, idx count) noexcept nogil:
+cdef inline void multiply_step(const int count, const float* a, const float* b) noexcept nogil:
+    """A step of a tile on AMX, in so many parts."""
+    if count == 1:
+        AMX_A(a)
+        AMX_B(b)
+        AMX_ADD()
+    else:
+        six_products(a, b)
+
+
+cdef void dot_tile(idx steps, const float* a, const float* b, float* c, idx ldc,
+                   bint acc) noexcept nogil:
+    """The same tile in one part without AMX: four rows by two vectors at a time, pair by pair."""
+    cdef vf sums[4][2]
+    cdef vf x, y0, y1
+    cdef const float* u
+    cdef const float* v
+    cdef idx i, j, k, r, t, next = 256 if VL == 16 else VL  # from the first vector to the second
+    for i in range(0, SPLIT_ROWS, 4):
+        for t in range(SPLIT//(2*VL)):
+            j = 2*t*VL
+            u, v = a + 16*i, b + j//16*256 + j % 16
+            for r in range(4):
+                sums[r][0] = (<vf*>(c + (i + r)*ldc + j))[0] if acc else VZERO
+                sums[r][1] = (<vf*>(c + (i + r)*ldc + j))[1] if acc else VZERO
+            for k in range(16*steps):
+                y0, y1 = (<const vf*>v)[0], (<const vf*>(v + next))[0]
+                for r in range(4):
+                    x = BROADCAST(u + 16*r)
+                    sums[r][0], sums[r][1] = DOT(sums[r][0], x, y0), DOT(sums[r][1], x, y1)
+                u, v = u + 1, v + 16
+                if k % 16 == 15:                            # the next step
+                    u, v = u + 240, v + 256
+            for r in range(4):
+                (<vf*>(c + (i + r)*ldc + j))[0] = sums[r][0]
+                (<vf*>(c + (i + r)*ldc + j))[1] = sums[r][1]
+
+
+cdef inline void split_tile(const int count, idx steps, const float* a, const float* b, float* c,
+                            idx ldc, bint acc, idx rows, idx cols, const float* y, idx step,
+                            idx ahead) noexcept nogil:
     """The tile in parts: C[rows, cols] (+)= one panel of A times one of B, both of 32 a step.
 
     Fetched on the way as in register_tile.  The sums go on from C instead of joining it: two loads
@@ -1353,74 +1541,96 @@ cdef void split_tile(idx steps, const float* a, const float* b, float* c, idx ld
     """
     cdef float tile[TILE_MAX]
     cdef float* z = c
-    cdef idx k, i, each = parts(SPLIT_ROWS, steps)
+    cdef idx k, i, each = parts(SPLIT_ROWS, most(1, steps))
     cdef bint whole = rows == SPLIT_ROWS and cols == SPLIT
     cdef float* into = c if whole else tile         # at an edge of C: computed beside it
     cdef idx row = ldc if whole else SPLIT
-    if acc:
-        if not whole:
-            memset(tile, 0, TILE_MAX*sizeof(float))
-            merge(c, ldc, tile, SPLIT, False, rows, cols)
-        AMX_LOAD(into, row)
+    if acc and not whole:
+        memset(tile, 0, TILE_MAX*sizeof(float))
+        merge(c, ldc, tile, SPLIT, False, rows, cols)
+    if not WITH_AMX:
+        dot_tile(steps, a, b, into, row, acc)
     else:
-        AMX_ZERO()
-    for k in range(steps):
-        for i in range(each):
-            prefetch_write(z)
-            prefetch_write(z + NR//2)
-            prefetch_write(z + NR - 1)
-            z = z + ldc
-        for i in range(count):
-            prefetch_l2(y)
-            prefetch_l2(y + NR//2)
-            prefetch_l2(y + NR - 1)
-            y = y + step
-        six_products(a, b)
-        a = a + 3*256
-        b = b + 6*256
-    AMX_STORE(into, row)
+        if acc:
+            AMX_LOAD(into, row)
+        else:
+            AMX_ZERO()
+        for k in range(steps):
+            for i in range(each if whole else 0):
+                prefetch_write(z)
+                prefetch_write(z + SPLIT//2)
+                prefetch_write(z + SPLIT - 1)
+                z = z + ldc
+            for i in range(ahead):
+                prefetch_l2(y)
+                prefetch_l2(y + SPLIT//2)
+                prefetch_l2(y + SPLIT - 1)
+                y = y + step
+            multiply_step(count, a, b)
+            a = a + count*256
+            b = b + count*512
+        AMX_STORE(into, row)
     if not whole:
         merge(tile, SPLIT, c, ldc, False, rows, cols)
 
 
-cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1) noexcept nogil:
+cdef inline void finish_row(const Product* p, const float* sums, idx second, real* c,
+                           const real* r, real* h, idx n) noexcept nogil:
+    """n elements of a row of C from their sums: C = sums (+ C) (+ residual), h = SwiGLU of halves.
+
+    The sums of the second half lie `second` after those of the first.  They are C itself where C
+    is fp32; h is made of what C holds, rounded or not, so that it can be made from that again.
+    """
+    cdef idx j = 0
+    cdef vf v
+    while j < n and (p.beside or r != NULL):
+        v = load(sums + j, n - j)
+        if p.beside and p.acc:
+            v = v + load(<const real*>c + j, n - j)
+        if r != NULL:
+            v = load(r + j, n - j) + v
+        store(c + j, v, n - j)
+        if p.beside and h != NULL:
+            store(c + p.n//2 + j, load(sums + second + j, n - j), n - j)
+        j += VL
+    if h != NULL:                       # whole panels: see gemm()
+        prefetch_write(h + AHEAD*(p.n//2))
+        prefetch_write(h + AHEAD*(p.n//2) + p.nr//2)
+        swiglu_row(<const real*>c, <const real*>c + p.n//2, h, n)
+
+
+cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1, float* sums, idx ld,
+                 idx second) noexcept nogil:
     """The epilogue of finished rows and columns, still in L1: dropout, then residual, or SwiGLU.
 
+    Their sums' rows are ld apart, those of the second half of a row begin `second` after its first.
     The mask depends on an element's place in C, so it does not matter how C was cut into blocks.
     """
-    cdef idx i, j, sequence, position
-    cdef float* c
-    cdef const float* r
+    cdef idx i, at, sequence, position, n = j1 - j0
     for i in range(i0, i1):
-        c = p.c + i*p.ldc
         if p.threshold:
             sequence, position = i//p.seq, i % p.seq
-            dropout_row(c + j0, j1 - j0, position*p.n + j0, p.key,
-                        p.first_sequence + <uint64_t>sequence, p.site, p.threshold, p.keep_scale)
-        if p.residual != NULL:
-            r = p.residual + i*p.ldc
-            prefetch(r + AHEAD*p.ldc + j0)
-            prefetch(r + AHEAD*p.ldc + j0 + NR//2)
-            j = j0
-            while j < j1:
-                store(c + j, load(r + j, j1 - j) + load(c + j, j1 - j), j1 - j)
-                j += VL
-        if p.h != NULL:                 # whole panels: see gemm()
-            prefetch_write(p.h + (i + AHEAD)*(p.n//2) + j0)
-            prefetch_write(p.h + (i + AHEAD)*(p.n//2) + j0 + NR//2)
-            swiglu_panel(c + j0, c + p.n//2 + j0, p.h + i*(p.n//2) + j0)
+            dropout_row(sums, n, position*p.n + j0, p.key, p.first_sequence + <uint64_t>sequence,
+                        p.site, p.threshold, p.keep_scale)
+        at = i*p.ldc + j0
+        if p.half_c:
+            finish_row(p, sums, second, <uint16_t*>p.c + at,
+                       ahead_of(<const uint16_t*>p.residual, at, p.ldc),
+                       <uint16_t*>p.h + i*(p.n//2) + j0 if p.h != NULL else NULL, n)
+        else:
+            finish_row(p, sums, second, <float*>p.c + at,
+                       ahead_of(<const float*>p.residual, at, p.ldc),
+                       <float*>p.h + i*(p.n//2) + j0 if p.h != NULL else NULL, n)
+        sums = sums + ld
 
 
-cdef inline void swiglu_panel(const float* gate, const float* up, float* h) noexcept nogil:
-    """NR elements of SwiGLU; local copies, which the compiler knows not to overlap."""
-    cdef float g[32]
-    cdef float u[32]
-    cdef idx j
-    memcpy(g, gate, NR*sizeof(float))
-    memcpy(u, up, NR*sizeof(float))
-    for j in range(NR):
-        g[j] = silu(g[j])*u[j]
-    memcpy(h, g, NR*sizeof(float))
+cdef inline const real* ahead_of(const real* residual, idx at, idx ld) noexcept nogil:
+    """The residual from `at` on, if there is one; rows to come are fetched."""
+    if residual == NULL:
+        return NULL
+    prefetch(residual + at + AHEAD*ld)
+    prefetch(residual + at + AHEAD*ld + SPLIT//2)
+    return residual + at
 
 
 cdef inline float* panel_at(const Product* p, const Part* have, idx q, idx half,
@@ -1436,57 +1646,81 @@ cdef inline float* rows_at(const Product* p, const Part* have, idx t, idx s) noe
 
 
 cdef void multiply_panel(const Product* p, const Part* have, idx first, idx end, idx q, idx half,
-                         idx s, const float* a, float* own) noexcept nogil:
-    """Panels first .. end of A's rows, lying at `a`, times panel q of a half of B, slice s of K."""
+                         idx s, const float* a, float* own, float* c, idx ldc) noexcept nogil:
+    """Panels first .. end of A's rows, lying at `a`, times panel q of a half of B, slice s of K.
+
+    Sums go to c, which is C itself unless they grow beside it.
+    """
     cdef idx pc = s*p.depth, kc = least(p.depth, p.k - pc), count = end - first
-    cdef idx j = q*NR + half*(p.n//2), cols = least(NR, p.n - j), rows, t, ahead = kc, step = 0
+    cdef idx j = q*p.nr + half*(p.n//2), cols = least(p.nr, p.n - j), rows, t, ahead = kc, step = 0
     cdef const float* b = own
-    cdef const float* y = own       # what to fetch ahead, in rows of NR: nothing while step is 0
-    cdef float* c
-    cdef bint acc = p.acc or s > 0
+    cdef const float* y = own       # what to fetch ahead, in rows of nr: nothing while step is 0
+    cdef bint acc = p.acc and not p.beside or s > 0
     if have.b != NULL:
         b = panel_at(p, have, q, half, s)
-        y, step, ahead = b + p.b_room, NR, p.b_room//NR
+        y, step, ahead = b + p.b_room, p.nr, p.b_room//p.nr
     else:
         pack_columns(p, q, q + 1, half, s, own)
-        if not p.tb:
-            y, step = p.b + pc*p.ldb + j + NR, p.ldb
+        if not p.tb and not p.half_b:
+            y, step = <const float*>p.b + pc*p.ldb + j + p.nr, p.ldb
     ahead = parts(ahead, count) if step else 0      # the next panel is fetched a part a tile
     for t in range(count):
-        rows, c = least(p.mr, p.m - (first + t)*p.mr), p.c + (first + t)*p.mr*p.ldc + j
-        if p.split:
-            split_tile(parts(kc, SPLIT), a, b, c, p.ldc, acc, rows, cols, y, step,
-                       parts(ahead*SPLIT, kc))
+        rows = p.mr if p.beside else least(p.mr, p.m - (first + t)*p.mr)
+        cols = p.nr if p.beside else cols
+        if p.parts == 1:
+            split_tile(1, parts(kc, SPLIT), a, b, c, ldc, acc, rows, cols, y, step,
+                       parts(ahead*SPLIT, kc) if kc else 0)
+        elif p.parts:
+            split_tile(3, parts(kc, SPLIT), a, b, c, ldc, acc, rows, cols, y, step,
+                       parts(ahead*SPLIT, kc) if kc else 0)
         elif rows == MR and cols == NR:
-            register_tile(kc, a, b, c, p.ldc, acc, y, step, ahead)
+            register_tile(kc, a, b, c, ldc, acc, y, step, ahead)
         else:
-            edge_tile(kc, a, b, c, p.ldc, acc, rows, cols)
-        a, y = a + p.a_room, y + ahead*step
+            edge_tile(kc, a, b, c, ldc, acc, rows, cols)
+        a, y, c = a + p.a_room, y + ahead*step, c + p.mr*ldc
 
 
 cdef void multiply_block(const Product* p, const Part* have, idx first, idx end, idx q0, idx q1,
                          float* own) noexcept nogil:
     """One task: panels first .. end of A's rows, q0 .. q1 of B's columns, the slices at hand.
 
-    `own` is the thread's: one panel of B, then A's, which are in that core's L2 from then on.
+    `own` is the thread's: one panel of B, sums that grow beside C, then A's panels, which are in
+    that core's L2 from then on: of a slice, or of all where a panel of C takes them in turn.
     """
-    cdef idx s, q, half
-    cdef bint epilogue = p.threshold or p.residual != NULL or p.h != NULL
-    cdef const float* a = own + p.b_room
-    if p.split:
+    cdef idx s = have.s0, to, i, q, half, height = (end - first)*p.mr, ld = p.ldc
+    cdef bint epilogue = p.threshold or p.residual != NULL or p.h != NULL or p.beside
+    cdef float* sums = own + p.b_room
+    cdef float* packed = sums + sums_room(p, end - first)
+    cdef const float* a
+    if p.parts:
         AMX_OPEN()
-    for s in range(have.s0, have.s1):
-        if have.a != NULL:
-            a = rows_at(p, have, first, s)
-        else:
-            pack_rows(p, first, end, s, own + p.b_room)
+    while s < have.s1:
+        to = have.s1 if p.beside else s + 1
+        for i in range(s, to if have.a == NULL else s):
+            pack_rows(p, first, end, i, packed + (i - s)*(end - first)*p.a_room)
         for q in range(q0, q1):
             for half in range(p.halves):
-                multiply_panel(p, have, first, end, q, half, s, a, own)
+                for i in range(s, to):
+                    a = packed + (i - s)*(end - first)*p.a_room
+                    if have.a != NULL:
+                        a = rows_at(p, have, first, i)
+                    if p.beside:
+                        multiply_panel(p, have, first, end, q, half, i, a, own,
+                                       sums + half*p.nr, p.halves*p.nr)
+                    else:
+                        multiply_panel(p, have, first, end, q, half, i, a, own, <float*>p.c
+                                       + first*p.mr*ld + q*p.nr + half*(p.n//2), ld)
             # After the last slice these columns are final: no other task writes to them
-            if epilogue and s + 1 == p.slices:
-                finish(p, first*p.mr, least(p.m, end*p.mr), q*NR, least(p.n, q*NR + NR))
-    if p.split:
+            if epilogue and to == p.slices:
+                if p.beside:
+                    finish(p, first*p.mr, least(p.m, end*p.mr), q*p.nr,
+                           least(p.n, q*p.nr + p.nr), sums, p.halves*p.nr, p.nr)
+                else:
+                    finish(p, first*p.mr, least(p.m, end*p.mr), q*p.nr,
+                           least(p.n, q*p.nr + p.nr), <float*>p.c + first*p.mr*ld + q*p.nr, ld,
+                           p.n//2)
+        s = to
+    if p.parts:
         AMX_CLOSE()
 
 
@@ -1499,27 +1733,40 @@ cdef inline Part whole(const Product* p) noexcept nogil:
 
 
 cdef inline idx low_panels(const Product* p) noexcept nogil:
-    """Panels of A up to which A is shared, or, on one thread, a block."""
+    """Panels of A up to which A is shared."""
     return LOW_ROWS//p.mr
 
 
+cdef inline idx at_once(const Product* p) noexcept nogil:
+    """Slices of A that a block has ready."""
+    return p.slices if p.beside else 1
+
+
+cdef inline idx tallest(const Product* p) noexcept nogil:
+    """Panels of a block at most; all slices of one that has them ready stay in L2."""
+    cdef idx most_panels = least(p.rows, low_panels(p))
+    if p.beside:
+        most_panels = least(most_panels, HALF_L2//(p.a_room*p.slices))
+    return most(1, most_panels)
+
+
+cdef inline idx sums_room(const Product* p, idx panels) noexcept nogil:
+    """Floats of sums that grow beside C."""
+    return panels*p.mr*p.halves*p.nr if p.beside else 0
+
+
 cdef idx own_room(const Product* p) noexcept nogil:
-    """Floats of scratch a thread needs: a panel of B and the tallest block of A's."""
-    return p.b_room + least(p.rows, low_panels(p))*p.a_room
+    """Floats of scratch a thread needs: a panel of B, sums, and the tallest block of A's."""
+    return p.b_room + sums_room(p, tallest(p)) + tallest(p)*p.a_room*at_once(p)
 
 
 cdef void multiply_serial(const Product* p, float* own) noexcept nogil:
     """One product on the calling thread; its sums are those of multiply_team."""
-    cdef idx first = 0, i
+    cdef idx first = 0
     cdef Part all = whole(p)
-    if p.k == 0:                        # an empty sum
-        for i in range(0 if p.acc else p.m):
-            memset(p.c + i*p.ldc, 0, p.n*sizeof(float))
-        for i in range(p.columns):
-            finish(p, 0, p.m, i*NR, least(p.n, i*NR + NR))
     while first < p.rows:
-        multiply_block(p, &all, first, least(p.rows, first + low_panels(p)), 0, p.columns, own)
-        first += low_panels(p)
+        multiply_block(p, &all, first, least(p.rows, first + tallest(p)), 0, p.columns, own)
+        first += tallest(p)
 
 
 cdef inline idx shared_tasks(const Product* p, Part* have, int threads) noexcept nogil:
@@ -1561,14 +1808,20 @@ cdef Plan share(const Product* p, int threads) noexcept nogil:
     cdef idx slice
     plan.a = p.rows <= low_panels(p) and p.n >= 2*p.m
     plan.b = not plan.a and p.packed == NULL
-    plan.wide = least(p.columns, NC//NR//p.halves) if plan.b else p.columns
+    plan.wide = least(p.columns, NC//p.nr//p.halves) if plan.b else p.columns
+    if plan.b and p.beside:
+        plan.wide = least(plan.wide, most(1, SHARED//(p.b_room*p.slices*p.halves)))
     slice = p.rows*p.a_room if plan.a else plan.wide*p.halves*p.b_room
-    plan.deep = least(p.slices, most(1, ROOM//slice)) if plan.a or plan.b else p.slices
+    plan.deep = p.slices
+    if (plan.a or plan.b) and not p.beside:
+        plan.deep = least(p.slices, most(1, ROOM//slice))
     plan.room = plan.deep*slice if plan.a or plan.b else 0
-    plan.blocks = parts(p.rows*p.a_room, HALF_L2) if plan.a else 1
+    plan.blocks = parts(p.rows*p.a_room*at_once(p), HALF_L2) if plan.a else 1
+    plan.blocks = most(plan.blocks, parts(p.rows, tallest(p)))
     plan.ranges = least(p.columns, parts(TASKS*threads, plan.blocks)) if plan.a else 1
     if not plan.a:
-        plan.blocks = least(p.rows, most(parts(p.rows*p.mr, BLOCK_ROWS), TASKS*threads))
+        plan.blocks = least(p.rows, most(plan.blocks, most(parts(p.rows*p.mr, BLOCK_ROWS),
+                                                           TASKS*threads)))
     return plan
 
 
@@ -1617,7 +1870,7 @@ cdef void multiply_team(const Product* p, const Plan* plan, float* room, float* 
             have.q0 = have.q1
 
 
-cdef inline void dots(const int rows, const int cols, const float* a, idx lda, const float* b,
+cdef inline void dots(const int rows, const int cols, const real* a, idx lda, const real* b,
                       idx ldb, idx k, float* c, idx ldc, bint acc) noexcept nogil:
     """C[rows, cols] (+)= rows of A times rows of B, VL sums each, k in ascending steps of VL."""
     cdef vf sums[4][4]
@@ -1629,9 +1882,9 @@ cdef inline void dots(const int rows, const int cols, const float* a, idx lda, c
             sums[i][j] = VZERO
     for t in range(k//VL):
         for j in range(cols):
-            w[j] = (<const vf*>(b + j*ldb))[t]
+            w[j] = load(b + j*ldb + t*VL, VL)
         for i in range(rows):
-            x = (<const vf*>(a + i*lda))[t]
+            x = load(a + i*lda + t*VL, VL)
             for j in range(cols):
                 sums[i][j] = sums[i][j] + x*w[j]
     t, left = k//VL*VL, k % VL
@@ -1642,34 +1895,48 @@ cdef inline void dots(const int rows, const int cols, const float* a, idx lda, c
                 c[i*ldc + j] if acc else <float>0.0)
 
 
-cdef void few_rows(const Product* p, idx j0, idx j1) noexcept nogil:
-    """Columns j0 .. j1 of a product of few rows with a transposed B, which is read once, in place.
+cdef inline void few_columns(const Product* p, const real* a, const real* b, idx n, float* c,
+                             idx ldc, bint acc) noexcept nogil:
+    """The next n columns of a product of few rows with a transposed B, which is read once.
 
     Four rows of B at a time: as many streams as hardware follows with ease; they are in L1 when
     A's next four rows come.
     """
-    cdef idx i, j = j0, rows
-    cdef float* c
-    cdef const float* a
-    cdef const float* b
-    while j < j1:
-        b = p.b + j*p.ldb
+    cdef idx i, r, j = 0, rows, step
+    while j < n:
         for i in range(0, p.m, 4):
-            a, c, rows = p.a + i*p.lda, p.c + i*p.ldc + j, least(4, p.m - i)
-            if j + 4 > j1:
-                while rows > 0:         # an edge: element by element
-                    dots(1, 1, a, p.lda, b, p.ldb, p.k, c, p.ldc, p.acc)
-                    a, c, rows = a + p.lda, c + p.ldc, rows - 1
+            rows = least(4, p.m - i)
+            if j + 4 > n:
+                for r in range(i, i + rows):    # an edge: element by element
+                    dots(1, 1, a + r*p.lda, p.lda, b, p.ldb, p.k, c + r*ldc + j, ldc, acc)
             elif rows == 4:
-                dots(4, 4, a, p.lda, b, p.ldb, p.k, c, p.ldc, p.acc)
+                dots(4, 4, a + i*p.lda, p.lda, b, p.ldb, p.k, c + i*ldc + j, ldc, acc)
             elif rows == 3:
-                dots(3, 4, a, p.lda, b, p.ldb, p.k, c, p.ldc, p.acc)
+                dots(3, 4, a + i*p.lda, p.lda, b, p.ldb, p.k, c + i*ldc + j, ldc, acc)
             elif rows == 2:
-                dots(2, 4, a, p.lda, b, p.ldb, p.k, c, p.ldc, p.acc)
+                dots(2, 4, a + i*p.lda, p.lda, b, p.ldb, p.k, c + i*ldc + j, ldc, acc)
             else:
-                dots(1, 4, a, p.lda, b, p.ldb, p.k, c, p.ldc, p.acc)
-        j += 1 if j + 4 > j1 else 4
-    finish(p, 0, p.m, j0, j1)
+                dots(1, 4, a + i*p.lda, p.lda, b, p.ldb, p.k, c + i*ldc + j, ldc, acc)
+        step = 1 if j + 4 > n else 4
+        j, b = j + step, b + step*p.ldb
+
+
+cdef void few_rows(const Product* p, idx j0, idx j1) noexcept nogil:
+    """Columns j0 .. j1 of a product of few rows with a transposed B, in place; `half_a == half_b`.
+    """
+    cdef float beside[16*PIECES]
+    cdef idx j = j0, n, ld = PIECES if p.beside else p.ldc
+    cdef float* c
+    while j < j1:
+        n = least(PIECES, j1 - j)
+        c = &beside[0] if p.beside else <float*>p.c + j
+        if p.half_b:
+            few_columns(p, <const uint16_t*>p.a, <const uint16_t*>p.b + j*p.ldb, n, c, ld,
+                        p.acc and not p.beside)
+        else:
+            few_columns(p, <const float*>p.a, <const float*>p.b + j*p.ldb, n, c, ld, p.acc)
+        finish(p, 0, p.m, j, j + n, c, ld, 0)
+        j += n
 
 
 cdef void run_product(Product* p):
@@ -1680,7 +1947,7 @@ cdef void run_product(Product* p):
     cdef Plan plan
     cdef float little[LITTLE + 16]      # for 64^3, whose buffer would take a tenth of the time
     lay_out(p)
-    if p.m < SPLIT_FROM and p.tb and not p.ta:
+    if p.m < SPLIT_FROM and p.tb and not p.ta and p.half_a == p.half_b:
         step = most(4, parts(p.n, 4*TASKS*threads)*4)       # columns of a task
         for t in prange(parts(p.n, step), nogil=True, schedule='dynamic',
                         num_threads=1 if p.n*p.k < SERIAL_BELOW else THREADS):
@@ -1699,23 +1966,38 @@ cdef void run_product(Product* p):
     multiply_team(p, &plan, <float*>room.address, <float*>own.address, threads)
 
 
-def pack_room(idx n, idx k):
+cpdef enum:                             # flags of a product in bf16: which of its arrays are that
+    HALF_A = 1
+    HALF_B = 2
+    HALF_C = 4                          # with residual and h
+
+
+cdef inline void set_types(Product* p, int half) noexcept nogil:
+    """Take over the flags; 0 is a product in fp32."""
+    p.half = half != 0
+    p.half_a, p.half_b = half & HALF_A != 0, half & HALF_B != 0
+    p.half_c = half & HALF_C != 0
+
+
+def pack_room(idx n, idx k, int half=0):
     """Bytes that `pack_b` writes."""
     cdef Product p
     memset(&p, 0, sizeof(Product))
     p.m, p.n, p.k = SPLIT_FROM, n, k
+    set_types(&p, half)
     lay_out(&p)
     return p.slices*p.columns*p.b_room*sizeof(float)
 
 
-def pack_b(size_t b, idx ldb, bint tb, size_t out, idx n, idx k):
+def pack_b(size_t b, idx ldb, bint tb, size_t out, idx n, idx k, int half=0):
     """Pack op(B) [k, n], [n, k] if tb, for products of 16 rows and more that take it as `packed`.
     """
     cdef Product p
     cdef Part all
     cdef idx t, tasks
     memset(&p, 0, sizeof(Product))
-    p.b, p.ldb, p.tb, p.m, p.n, p.k = <const float*>b, ldb, tb, SPLIT_FROM, n, k
+    p.b, p.ldb, p.tb, p.m, p.n, p.k = <const void*>b, ldb, tb, SPLIT_FROM, n, k
+    set_types(&p, half)
     lay_out(&p)
     all = whole(&p)
     all.b = <const float*>out
@@ -1727,29 +2009,31 @@ def pack_b(size_t b, idx ldb, bint tb, size_t out, idx n, idx k):
 def gemm(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m, idx n,
          idx k, bint acc, size_t packed=0, size_t h=0, size_t residual=0, uint32_t threshold=0,
          uint64_t key=0, uint64_t first_sequence=0, uint32_t site=0, idx seq=1,
-         double keep_scale=1.0):
+         double keep_scale=1.0, int half=0):
     """C (+)= op(A) op(B); then, if asked, C = residual + dropout(C), or h = SwiGLU of C's halves.
 
     Row i is position i % seq of sequence first_sequence + i//seq.  Leading dimensions are in
     elements; `residual` has C's.  Shapes are those of Product; c overlaps nothing else.
+    half: in bf16, with fp32 sums; which arrays are bf16 (HALF_A, HALF_B, HALF_C), others fp32.
     """
     cdef Product p
-    p.a, p.b, p.c = <const float*>a, <const float*>b, <float*>c
+    p.a, p.b, p.c = <const void*>a, <const void*>b, <void*>c
     p.lda, p.ldb, p.ldc, p.m, p.n, p.k = lda, ldb, ldc, m, n, k
     p.ta, p.tb, p.acc = ta, tb, acc
+    set_types(&p, half)
     p.packed = <const float*>packed if m >= SPLIT_FROM else NULL
-    p.residual, p.seq = <const float*>residual, seq
+    p.residual, p.seq = <const void*>residual, seq
     p.key, p.first_sequence, p.site = key, first_sequence, site
     p.threshold, p.keep_scale = threshold, <float>keep_scale
     # halves of whole panels, or in a pass apart
-    p.h = <float*>h if n % (2*NR) == 0 and m >= SPLIT_FROM else NULL
+    p.h = <void*>h if n % (2*(SPLIT if half else NR)) == 0 and m >= SPLIT_FROM else NULL
     run_product(&p)
     if h and p.h == NULL:
-        swiglu(c, h, m, n//2)
+        swiglu(c, h, m, n//2, p.half_c)
 
 
 def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c, idx ldc, idx m,
-               idx n, idx k, bint acc, idx batch, size_t offsets):
+               idx n, idx k, bint acc, idx batch, size_t offsets, int half=0):
     """`batch` products of one shape; offsets int64 [batch, 3]: where A, B and C of each start.
 
     The offsets express any broadcasting.  With `acc`, items that share a C must be neighbours: a
@@ -1763,22 +2047,24 @@ def gemm_batch(size_t a, idx lda, bint ta, size_t b, idx ldb, bint tb, size_t c,
     memset(&p, 0, sizeof(Product))
     p.lda, p.ldb, p.ldc, p.m, p.n, p.k = lda, ldb, ldc, m, n, k
     p.ta, p.tb, p.acc = ta, tb, acc
+    set_types(&p, half)
     lay_out(&p)
     each = own_room(&p)
     cdef Buffer scratch = Buffer(threads*each*4)
     for i in prange(batch, nogil=True, num_threads=threads, schedule='dynamic'):
         if i == 0 or at[3*i + 2] != at[3*i - 1]:    # the first item of a run
-            batch_run(&p, <const float*>a, <const float*>b, <float*>c, at, i, batch,
-                      <float*>scratch.address + threadid()*each)
+            batch_run(&p, a, b, c, at, i, batch, <float*>scratch.address + threadid()*each)
 
 
-cdef void batch_run(const Product* shape, const float* a, const float* b, float* c,
-                    const int64_t* at, idx i, idx batch, float* own) noexcept nogil:
+cdef void batch_run(const Product* shape, size_t a, size_t b, size_t c, const int64_t* at, idx i,
+                    idx batch, float* own) noexcept nogil:
     """Items i, i + 1, ... of a batch as long as they write to the same C."""
     cdef Product p = shape[0]
     cdef int64_t target = at[3*i + 2]
     while i < batch and at[3*i + 2] == target:
-        p.a, p.b, p.c = a + at[3*i], b + at[3*i + 1], c + target
+        p.a = <const void*>(a + at[3*i]*(2 if p.half_a else 4))
+        p.b = <const void*>(b + at[3*i + 1]*(2 if p.half_b else 4))
+        p.c = <void*>(c + target*(2 if p.half_c else 4))
         multiply_serial(&p, own)
         i += 1
 
@@ -1792,26 +2078,42 @@ cdef void batch_run(const Product* shape, const float* a, const float* b, float*
 # accumulators, or rows so short (a head) that a vectorised scalar loop would mostly check aliasing.
 
 
-cdef inline vf load(const float* x, idx left) noexcept nogil:
+cdef inline vf load(const real* x, idx left) noexcept nogil:
     """The next VL elements, zeros from `left` on; memory past them is not read."""
     cdef vf v
-    if left >= VL:
-        return (<const vf*>x)[0]
-    v = VZERO
-    memcpy(&v, x, left*sizeof(float))
-    return v
-
-
-cdef inline void store(float* y, vf v, idx left) noexcept nogil:
-    """The next VL elements of y = v, but no more than `left`."""
-    if left >= VL:
-        (<vf*>y)[0] = v
+    cdef vh h
+    if real is float:
+        if left >= VL:
+            return (<const vf*>x)[0]
+        v = VZERO
+        memcpy(&v, x, left*sizeof(real))
+        return v
     else:
-        memcpy(y, &v, left*sizeof(float))
+        if left >= VL:
+            return WIDEN((<const vh*>x)[0])
+        h = HZERO
+        memcpy(&h, x, left*sizeof(real))
+        return WIDEN(h)
 
 
-cdef inline vf lane_product(const float* a, const float* b, const float* c, idx i,
-                       idx left) noexcept nogil:
+cdef inline void store(real* y, vf v, idx left) noexcept nogil:
+    """The next VL elements of y = v, but no more than `left`."""
+    cdef vh h
+    if real is float:
+        if left >= VL:
+            (<vf*>y)[0] = v
+        else:
+            memcpy(y, &v, left*sizeof(real))
+    else:
+        h = NARROW(v)
+        if left >= VL:
+            (<vh*>y)[0] = h
+        else:
+            memcpy(y, &h, left*sizeof(real))
+
+
+cdef inline vf lane_product(const real* a, const real* b, const float* c, idx i,
+                            idx left) noexcept nogil:
     """The next VL of a*b*c, where b and c may be NULL."""
     cdef vf v = load(a + i, left)
     if b != NULL:
@@ -1837,7 +2139,7 @@ cdef inline float lane_sum(vf v) noexcept nogil:
     return lane[0]
 
 
-cdef inline float row_sum(const float* a, const float* b, const float* c, idx n) noexcept nogil:
+cdef inline float row_sum(const real* a, const real* b, const float* c, idx n) noexcept nogil:
     """Sum of a*b*c, where b and c may be NULL; four chains hide the latency of an add.
 
     The tail joins chain 0, padded with zeros: the order of the sum depends on n alone.
@@ -1892,10 +2194,12 @@ def sum_rows(size_t x, size_t y, idx rows, idx cols):
         # part [rows, blocks]
         for t in prange(rows*blocks, schedule='dynamic', chunksize=grain(cols)):
             r, j = t//blocks, t%blocks
-            part[t] = row_sum(<const float*>x + r*cols + j*PART, NULL, NULL, extent(j, cols))
+            part[t] = row_sum(<const float*>x + r*cols + j*PART, <const float*>NULL, NULL,
+                              extent(j, cols))
         barrier()                       # a row's blocks come from any thread
         for r in prange(rows, schedule='dynamic', chunksize=grain(blocks)):
-            (<float*>y)[r] = row_sum(part + r*blocks, NULL, NULL, blocks)
+            (<float*>y)[r] = row_sum(<const float*>part + r*blocks, <const float*>NULL, NULL,
+                                     blocks)
 
 
 cdef double exp_row(const float* x, float* y, idx n, float top) noexcept nogil:
@@ -1964,57 +2268,71 @@ def softmax_backward(size_t y, size_t dy, size_t dx, idx rows, idx cols):
 # Cross-entropy:  loss = ln(sum_j e^x_j) - x_target;  dx_j = (softmax_j - [j = target]) scale
 # with the logarithm as top + ln(sum_j e^(x_j - top)), top = max x: that sum is at least 1.
 
-cdef double loss_row(float* x, idx target, idx cols, float scale, bint write,
-                     idx padded) noexcept nogil:
-    """One row's loss; with `write` the row becomes its gradient, exactly 0 in padded columns."""
-    cdef float top
+cdef inline double loss_row(float* x, idx target, idx cols, float scale, bint write, real* dx,
+                            idx padded) noexcept nogil:
+    """One row's loss; with `write` its gradient to dx, exactly 0 in padded columns.
+
+    dx may be x, or, of half the size, start where x does: it stays behind what is read.
+    """
+    cdef float top, factor
     cdef double total, loss = 0
+    cdef idx i = 0
     if target >= 0:
         top = row_max(x, cols)
         loss = <double>top - x[target]              # before the row is overwritten
         total = exp_row(x, x if write else NULL, cols, top)
         loss += log(total)
     if write and target >= 0:
-        scale_part(<float>(scale/total), x, x, cols)
-        x[target] -= scale
-        fill_part(<float>0.0, x + cols, padded - cols)
+        factor = <float>(scale/total)
+        x[target] -= <float>total                   # factor (e - total) is scale (p - 1)
+        while i < cols:
+            store(dx + i, load(<const float*>x + i, cols - i)*factor, cols - i)
+            i += VL
+        memset(dx + cols, 0, (padded - cols)*sizeof(real))
     elif write:
-        fill_part(<float>0.0, x, padded)
+        memset(dx, 0, padded*sizeof(real))
     return loss
 
 
 def cross_entropy(size_t logits, idx ld, size_t targets, size_t losses, idx rows, idx cols,
-                  float scale, bint write_gradient, idx cols_padded):
+                  float scale, bint write_gradient, idx cols_padded, bint half=False):
     """losses[r] (double) of logits [rows, ld]; targets are int64, below 0 = not counted, loss 0.
 
     With write_gradient the logits become their gradient times scale, and columns from cols to
-    cols_padded become 0; without it they stay as they are.  Losses are double because thousands of
-    them are added up.  A target lies below cols, and cols_padded is at most ld.
+    cols_padded become 0; without it they stay as they are.  half: the gradient is bf16, and takes
+    the first half of each row.  Losses are double because thousands of them are added up.  A target
+    lies below cols, and cols_padded is at most ld.
     """
     cdef idx r
+    cdef float* x
     for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(cols),
                     num_threads=team(rows*cols)):
-        (<double*>losses)[r] = loss_row(<float*>logits + r*ld, (<const int64_t*>targets)[r], cols,
-                                        scale, write_gradient, cols_padded)
+        x = <float*>logits + r*ld
+        if half:
+            (<double*>losses)[r] = loss_row(x, (<const int64_t*>targets)[r], cols, scale,
+                                            write_gradient, <uint16_t*>x, cols_padded)
+        else:
+            (<double*>losses)[r] = loss_row(x, (<const int64_t*>targets)[r], cols, scale,
+                                            write_gradient, x, cols_padded)
 
 
 # RMS norm:  y = x r w with r = 1/sqrt(mean(x^2) + eps);  with t = dy w:
 #   dx = r t - x r^3 mean(t x),  dw = sum over rows of dy x r
 # The second term of dx is what x_j does to all y_i through r: dr/dx_j = -r^3 x_j/n.
 
-cdef inline float norm_factor(const float* x, idx n, float eps) noexcept nogil:
+cdef inline float norm_factor(const real* x, idx n, float eps) noexcept nogil:
     """r of a row."""
     return <float>1.0/sqrtf(row_sum(x, x, NULL, n)/<float>n + eps)
 
 
-cdef inline void norm_row_backward(const float* dy, const float* x, const float* w, float r,
-                                   float* dx, bint acc, const float* more, float* dw,
+cdef inline void norm_row_backward(const real* dy, const real* x, const float* w, float r,
+                                   real* dx, bint acc, const real* more, float* dw,
                                    idx n) noexcept nogil:
     """dx (+)= the formula above + more, dw += dy x r; more and dw may be NULL, dx may be dy.
 
     Everything that needs the whole row of dy is in c, before the first store to dx.
     """
-    cdef float c = row_sum(dy, w, x, n)*r/<float>n*r*r
+    cdef float c = row_sum(dy, x, w, n)*r/<float>n*r*r
     cdef vf g, v, d
     cdef idx i = 0, left
     while i < n:
@@ -2026,7 +2344,7 @@ cdef inline void norm_row_backward(const float* dy, const float* x, const float*
         if acc:
             d = d + load(dx + i, left)
         if dw != NULL:
-            store(dw + i, load(dw + i, left) + g*(v*r), left)
+            store(dw + i, load(<const float*>dw + i, left) + g*(v*r), left)
         store(dx + i, d, left)
         i += VL
 
@@ -2038,28 +2356,27 @@ cdef inline void add_rows(const float* a, const float* b, float* y, idx n) noexc
         y[i] = a[i] + b[i]
 
 
-cdef float add_norm_row(const float* x, const float* residual, const float* w, float* total,
-                        float* y, idx n, float eps) noexcept nogil:
+cdef inline float add_norm_row(const real* x, const real* residual, const float* w, real* total,
+                               real* y, idx n, float eps) noexcept nogil:
     """Row of add_rmsnorm; a total that nobody wants is formed in y, which is then overwritten."""
     cdef float r
-    cdef idx i
+    cdef idx i = 0
     if residual != NULL:
         total = y if total == NULL else total
-        add_rows(x, residual, total, n)
+        while i < n:
+            store(total + i, load(x + i, n - i) + load(residual + i, n - i), n - i)
+            i += VL
         x = total
-    r = norm_factor(x, n, eps)
-    for i in range(n):
-        y[i] = x[i]*r*w[i]
+    r, i = norm_factor(x, n, eps), 0
+    while i < n:
+        store(y + i, load(x + i, n - i)*r*load(w + i, n - i), n - i)
+        i += VL
     return r
 
 
-def add_rmsnorm(size_t x, size_t residual, size_t w, size_t total, size_t y, size_t rstd, idx rows,
-                idx dim, float eps):
-    """total = x + residual, y = rmsnorm(total) w, rstd[rows] = r.
-
-    x, residual, total and y are [rows, dim], w is [dim]; rstd is kept for the backward.
-    Without a residual (0) y = rmsnorm(x) w, total is left alone.  total may be 0, x or residual.
-    """
+cdef void norm_rows(const real* x, const real* residual, const float* w, real* total, real* y,
+                    float* rstd, idx rows, idx dim, float eps):
+    """add_rmsnorm for one type of element."""
     cdef idx r, t, step = grain(dim), n = parts(rows, step)
     cdef Tasks tasks
     deal(&tasks, team(rows*dim))
@@ -2067,11 +2384,25 @@ def add_rmsnorm(size_t x, size_t residual, size_t w, size_t total, size_t y, siz
         t = take(&tasks, n)
         while t >= 0:
             for r in range(t*step, least(rows, t*step + step)):
-                (<float*>rstd)[r] = add_norm_row(
-                    <const float*>x + r*dim, <const float*>residual + r*dim if residual else NULL,
-                    <const float*>w, <float*>total + r*dim if total else NULL,
-                    <float*>y + r*dim, dim, eps)
+                rstd[r] = add_norm_row(
+                    x + r*dim, residual + r*dim if residual != NULL else NULL, w,
+                    total + r*dim if total != NULL else NULL, y + r*dim, dim, eps)
             t = take(&tasks, n)
+
+
+def add_rmsnorm(size_t x, size_t residual, size_t w, size_t total, size_t y, size_t rstd, idx rows,
+                idx dim, float eps, bint half=False):
+    """total = x + residual, y = rmsnorm(total) w, rstd[rows] = r.
+
+    x, residual, total and y are [rows, dim], w is [dim]; rstd is kept for the backward.
+    Without a residual (0) y = rmsnorm(x) w, total is left alone.  total may be 0, x or residual.
+    """
+    if half:
+        norm_rows(<const uint16_t*>x, <const uint16_t*>residual, <const float*>w, <uint16_t*>total,
+                  <uint16_t*>y, <float*>rstd, rows, dim, eps)
+    else:
+        norm_rows(<const float*>x, <const float*>residual, <const float*>w, <float*>total,
+                  <float*>y, <float*>rstd, rows, dim, eps)
 
 
 cdef inline idx chunk_rows(idx rows) noexcept nogil:
@@ -2089,9 +2420,9 @@ cdef void add_chunks(const float* part, idx chunks, idx stride, float* dw, idx n
         add_rows(dw, part + c*stride, dw, n)
 
 
-cdef void norm_chunk(const float* dy, const float* dtotal, const float* total, const float* w,
-                     const float* rstd, float* dx, bint acc, float* dw, idx rows,
-                     idx n) noexcept nogil:
+cdef inline void norm_chunk(const real* dy, const real* dtotal, const real* total, const float* w,
+                            const float* rstd, real* dx, bint acc, float* dw, idx rows,
+                            idx n) noexcept nogil:
     """Backward of one chunk of rows; dw (or NULL) is its own and starts here."""
     cdef idx r
     if dw != NULL:
@@ -2101,14 +2432,11 @@ cdef void norm_chunk(const float* dy, const float* dtotal, const float* total, c
                           dtotal + r*n if dtotal != NULL else NULL, dw, n)
 
 
-def add_rmsnorm_backward(size_t dy, size_t dtotal, size_t total, size_t w, size_t rstd, size_t dx,
-                         bint acc, size_t dw, idx rows, idx dim):
-    """dx (+)= gradient through the norm + dtotal; dw += its gradient.  dtotal and dw may be 0.
-
-    dx may be dy or dtotal.  All are [rows, dim], but w and dw [dim] and rstd [rows].
-    """
+cdef void norm_rows_backward(const real* dy, const real* dtotal, const real* total, const float* w,
+                             const float* rstd, real* dx, bint acc, float* dw, idx rows, idx dim):
+    """add_rmsnorm_backward for one type of element."""
     cdef idx c, r, step = chunk_rows(rows), chunks = parts(rows, step)
-    cdef Buffer scratch = Buffer(chunks*dim*sizeof(float) if dw else 0)
+    cdef Buffer scratch = Buffer(chunks*dim*sizeof(float) if dw != NULL else 0)
     cdef float* part = <float*>scratch.address
     cdef Tasks tasks
     deal(&tasks, team(rows*dim))
@@ -2116,14 +2444,29 @@ def add_rmsnorm_backward(size_t dy, size_t dtotal, size_t total, size_t w, size_
         c = take(&tasks, chunks)
         while c >= 0:
             r = c*step
-            norm_chunk(<const float*>dy + r*dim, <const float*>dtotal + r*dim if dtotal else NULL,
-                       <const float*>total + r*dim, <const float*>w, <const float*>rstd + r,
-                       <float*>dx + r*dim, acc, part + c*dim if dw else NULL,
+            norm_chunk(dy + r*dim, dtotal + r*dim if dtotal != NULL else NULL, total + r*dim, w,
+                       rstd + r, dx + r*dim, acc, part + c*dim if dw != NULL else NULL,
                        least(step, rows - r), dim)
             c = take(&tasks, chunks)
     # The region has ended, so every chunk is complete; one thread adds them in order
-    if dw:
-        add_chunks(part, chunks, dim, <float*>dw, dim)
+    if dw != NULL:
+        add_chunks(part, chunks, dim, dw, dim)
+
+
+def add_rmsnorm_backward(size_t dy, size_t dtotal, size_t total, size_t w, size_t rstd, size_t dx,
+                         bint acc, size_t dw, idx rows, idx dim, bint half=False):
+    """dx (+)= gradient through the norm + dtotal; dw += its gradient.  dtotal and dw may be 0.
+
+    dx may be dy or dtotal.  All are [rows, dim], but w and dw [dim] and rstd [rows].
+    """
+    if half:
+        norm_rows_backward(<const uint16_t*>dy, <const uint16_t*>dtotal, <const uint16_t*>total,
+                           <const float*>w, <const float*>rstd, <uint16_t*>dx, acc, <float*>dw,
+                           rows, dim)
+    else:
+        norm_rows_backward(<const float*>dy, <const float*>dtotal, <const float*>total,
+                           <const float*>w, <const float*>rstd, <float*>dx, acc, <float*>dw, rows,
+                           dim)
 
 
 # RoPE turns the pair (x_i, x_{i + half}) by the angle of (position, i); its backward turns it back:
@@ -2131,8 +2474,8 @@ def add_rmsnorm_backward(size_t dy, size_t dtotal, size_t total, size_t w, size_
 # The pairs are those of Hugging Face's files (the paper turns neighbours).
 # A row holds heads + kv_heads heads that are normed and turned, then kv_heads values that are not.
 
-cdef inline void rotate(const float* x, const float* w, float r, const float* cos, const float* sin,
-                        float sign, float* y, idx half) noexcept nogil:
+cdef inline void rotate(const real* x, const float* w, float r, const float* cos, const float* sin,
+                        float sign, real* y, idx half) noexcept nogil:
     """y = one head x, times r w unless w is NULL, turned (back with sign -1); y may be x."""
     cdef vf a, b, c, s
     cdef idx i = 0, left
@@ -2147,9 +2490,9 @@ cdef inline void rotate(const float* x, const float* w, float r, const float* co
         i += VL
 
 
-cdef void qk_row(const float* qkv, float* out, const float* qw, const float* kw, const float* cos,
-                 const float* sin, float* rstd, idx heads, idx kv_heads, idx n,
-                 float eps) noexcept nogil:
+cdef inline void qk_row(const real* qkv, real* out, const float* qw, const float* kw,
+                        const float* cos, const float* sin, float* rstd, idx heads, idx kv_heads,
+                        idx n, float eps) noexcept nogil:
     """Norm (where there are weights) and RoPE of one row's heads of n elements, values copied."""
     cdef const float* w
     cdef float r = 1
@@ -2162,16 +2505,13 @@ cdef void qk_row(const float* qkv, float* out, const float* qw, const float* kw,
                 rstd[h] = r
         rotate(qkv + h*n, w, r, cos, sin, <float>1.0, out + h*n, n//2)
     if out != qkv:
-        memcpy(out + turned*n, qkv + turned*n, kv_heads*n*sizeof(float))
+        memcpy(out + turned*n, qkv + turned*n, kv_heads*n*sizeof(real))
 
 
-def qk_norm_rope(size_t qkv, size_t out, size_t qw, size_t kw, size_t cos, size_t sin, size_t rstd,
-                 idx rows, idx seq, idx heads, idx kv_heads, idx head_dim, float eps):
-    """qkv -> out [rows, heads + 2 kv_heads, head_dim]: q and k heads normed (if qw, kw), then RoPE.
-
-    Row r stands at position r % seq of cos and sin [seq, head_dim/2]; rstd [rows, heads + kv_heads]
-    may be 0, out may be qkv.
-    """
+cdef void qk_rows(const real* qkv, real* out, const float* qw, const float* kw, const float* cos,
+                  const float* sin, float* rstd, idx rows, idx seq, idx heads, idx kv_heads,
+                  idx head_dim, float eps):
+    """qk_norm_rope for one type of element."""
     cdef idx r, half = head_dim//2, turned = heads + kv_heads, width = (turned + kv_heads)*head_dim
     cdef idx t, step = grain(width), n = parts(rows, step)
     cdef Tasks tasks
@@ -2180,16 +2520,32 @@ def qk_norm_rope(size_t qkv, size_t out, size_t qw, size_t kw, size_t cos, size_
         t = take(&tasks, n)
         while t >= 0:
             for r in range(t*step, least(rows, t*step + step)):
-                qk_row(<const float*>qkv + r*width, <float*>out + r*width, <const float*>qw,
-                       <const float*>kw, <const float*>cos + r%seq*half,
-                       <const float*>sin + r%seq*half, <float*>rstd + r*turned if rstd else NULL,
-                       heads, kv_heads, head_dim, eps)
+                qk_row(qkv + r*width, out + r*width, qw, kw, cos + r%seq*half, sin + r%seq*half,
+                       rstd + r*turned if rstd != NULL else NULL, heads, kv_heads, head_dim, eps)
             t = take(&tasks, n)
 
 
-cdef void qk_row_backward(float* d, const float* qkv, const float* qw, const float* kw, float* dw,
-                          const float* cos, const float* sin, const float* rstd, idx heads,
-                          idx kv_heads, idx n) noexcept nogil:
+def qk_norm_rope(size_t qkv, size_t out, size_t qw, size_t kw, size_t cos, size_t sin, size_t rstd,
+                 idx rows, idx seq, idx heads, idx kv_heads, idx head_dim, float eps,
+                 bint half=False):
+    """qkv -> out [rows, heads + 2 kv_heads, head_dim]: q and k heads normed (if qw, kw), then RoPE.
+
+    Row r stands at position r % seq of cos and sin [seq, head_dim/2]; rstd [rows, heads + kv_heads]
+    may be 0, out may be qkv.
+    """
+    if half:
+        qk_rows(<const uint16_t*>qkv, <uint16_t*>out, <const float*>qw, <const float*>kw,
+                <const float*>cos, <const float*>sin, <float*>rstd, rows, seq, heads, kv_heads,
+                head_dim, eps)
+    else:
+        qk_rows(<const float*>qkv, <float*>out, <const float*>qw, <const float*>kw,
+                <const float*>cos, <const float*>sin, <float*>rstd, rows, seq, heads, kv_heads,
+                head_dim, eps)
+
+
+cdef inline void qk_row_backward(real* d, const real* qkv, const float* qw, const float* kw,
+                                 float* dw, const float* cos, const float* sin, const float* rstd,
+                                 idx heads, idx kv_heads, idx n) noexcept nogil:
     """Turn back, then the norm's backward in place; dw holds this chunk's sums, q's then k's.
 
     All heads of a kind share one weight: they add to dw head by head, row by row.
@@ -2198,15 +2554,15 @@ cdef void qk_row_backward(float* d, const float* qkv, const float* qw, const flo
     cdef idx h
     for h in range(heads + kv_heads):
         w = qw if h < heads else kw
-        rotate(d + h*n, NULL, <float>1.0, cos, sin, <float>-1.0, d + h*n, n//2)
+        rotate(<const real*>d + h*n, NULL, <float>1.0, cos, sin, <float>-1.0, d + h*n, n//2)
         if w != NULL:
-            norm_row_backward(d + h*n, qkv + h*n, w, rstd[h], d + h*n, False, NULL,
-                              dw if h < heads else dw + n, n)
+            norm_row_backward(<const real*>d + h*n, qkv + h*n, w, rstd[h], d + h*n, False,
+                              <const real*>NULL, dw if h < heads else dw + n, n)
 
 
-cdef void qk_chunk(float* d, const float* qkv, const float* qw, const float* kw, float* dw,
-                   const float* cos, const float* sin, const float* rstd, idx first, idx end,
-                   idx seq, idx heads, idx kv_heads, idx n) noexcept nogil:
+cdef inline void qk_chunk(real* d, const real* qkv, const float* qw, const float* kw, float* dw,
+                          const float* cos, const float* sin, const float* rstd, idx first,
+                          idx end, idx seq, idx heads, idx kv_heads, idx n) noexcept nogil:
     """Backward of the rows first .. end."""
     cdef idx r, turned = heads + kv_heads, width = (turned + kv_heads)*n
     fill_part(<float>0.0, dw, 2*n)
@@ -2215,16 +2571,11 @@ cdef void qk_chunk(float* d, const float* qkv, const float* qw, const float* kw,
                         sin + r%seq*(n//2), rstd + r*turned, heads, kv_heads, n)
 
 
-def qk_norm_rope_backward(size_t dqkv, size_t qkv, size_t qw, size_t kw, size_t dqw, size_t dkw,
-                          size_t cos, size_t sin, size_t rstd, idx rows, idx seq, idx heads,
-                          idx kv_heads, idx head_dim):
-    """dqkv holds d(out) and becomes d(qkv), in place, values untouched; dqw and dkw are added to.
-
-    qw, kw, dqw, dkw may be 0; rstd is needed where qw or kw is given.  dqkv and qkv are
-    [rows, heads + 2 kv_heads, head_dim], and qkv is the forward's input: with weights, that may not
-    have run in place.
-    """
-    cdef idx c, step = chunk_rows(rows), chunks = parts(rows, step), n = head_dim
+cdef void qk_rows_backward(real* dqkv, const real* qkv, const float* qw, const float* kw,
+                           float* dqw, float* dkw, const float* cos, const float* sin,
+                           const float* rstd, idx rows, idx seq, idx heads, idx kv_heads, idx n):
+    """qk_norm_rope_backward for one type of element."""
+    cdef idx c, step = chunk_rows(rows), chunks = parts(rows, step)
     cdef Tasks tasks
     # part [chunks, 2, n]: each chunk's sums for q's weight, then for k's
     cdef Buffer scratch = Buffer(chunks*2*n*sizeof(float))
@@ -2233,38 +2584,77 @@ def qk_norm_rope_backward(size_t dqkv, size_t qkv, size_t qw, size_t kw, size_t 
     with nogil, parallel(num_threads=tasks.runs):
         c = take(&tasks, chunks)
         while c >= 0:
-            qk_chunk(<float*>dqkv, <const float*>qkv, <const float*>qw, <const float*>kw,
-                     part + c*2*n, <const float*>cos, <const float*>sin, <const float*>rstd,
-                     c*step, least(rows, (c + 1)*step), seq, heads, kv_heads, n)
+            qk_chunk(dqkv, qkv, qw, kw, part + c*2*n, cos, sin, rstd, c*step,
+                     least(rows, (c + 1)*step), seq, heads, kv_heads, n)
             c = take(&tasks, chunks)
-    if dqw:
-        add_chunks(part, chunks, 2*n, <float*>dqw, n)
-    if dkw:
-        add_chunks(part + n, chunks, 2*n, <float*>dkw, n)
+    if dqw != NULL:
+        add_chunks(part, chunks, 2*n, dqw, n)
+    if dkw != NULL:
+        add_chunks(part + n, chunks, 2*n, dkw, n)
+
+
+def qk_norm_rope_backward(size_t dqkv, size_t qkv, size_t qw, size_t kw, size_t dqw, size_t dkw,
+                          size_t cos, size_t sin, size_t rstd, idx rows, idx seq, idx heads,
+                          idx kv_heads, idx head_dim, bint half=False):
+    """dqkv holds d(out) and becomes d(qkv), in place, values untouched; dqw and dkw are added to.
+
+    qw, kw, dqw, dkw may be 0; rstd is needed where qw or kw is given.  dqkv and qkv are
+    [rows, heads + 2 kv_heads, head_dim], and qkv is the forward's input: with weights, that may not
+    have run in place.
+    """
+    if half:
+        qk_rows_backward(<uint16_t*>dqkv, <const uint16_t*>qkv, <const float*>qw, <const float*>kw,
+                         <float*>dqw, <float*>dkw, <const float*>cos, <const float*>sin,
+                         <const float*>rstd, rows, seq, heads, kv_heads, head_dim)
+    else:
+        qk_rows_backward(<float*>dqkv, <const float*>qkv, <const float*>qw, <const float*>kw,
+                         <float*>dqw, <float*>dkw, <const float*>cos, <const float*>sin,
+                         <const float*>rstd, rows, seq, heads, kv_heads, head_dim)
 
 
 # SwiGLU:  h = silu(gate)*up;  dgate = dh up silu'(gate),  dup = dh silu(gate)   (Shazeer, 2020)
 # gate and up are the halves of a row, as the one product with the fused weight leaves them; their
 # gradients take the same places, for that product's backward.
 
-cdef void swiglu_row(const float* gate, const float* up, float* h, idx n) noexcept nogil:
+# A row goes through fp32 pieces in L1, as loops over plain floats become vector loops.
+
+cdef inline void swiglu_row(const real* gate, const real* up, real* h, idx n) noexcept nogil:
     """One row of h."""
-    cdef idx i
-    for i in range(n):
-        h[i] = silu(gate[i])*up[i]
+    cdef float g[PIECE]
+    cdef float u[PIECE]
+    cdef idx i, j = 0, count
+    while j < n:
+        count = least(PIECE, n - j)
+        copy_row(gate + j, &g[0], count)
+        copy_row(up + j, &u[0], count)
+        for i in range(count):
+            g[i] = silu(g[i])*u[i]
+        copy_row(<const float*>&g[0], h + j, count)
+        j += count
 
 
-cdef void swiglu_backward_row(float* gate, float* up, const float* dh, idx n) noexcept nogil:
+cdef inline void swiglu_backward_row(real* gate, real* up, const real* dh, idx n) noexcept nogil:
     """One row; the sigmoid is computed again from gate."""
+    cdef float a[PIECE]
+    cdef float b[PIECE]
+    cdef float d[PIECE]
     cdef float g, u, s
-    cdef idx i
-    for i in range(n):
-        g, u, s = gate[i], up[i], sigmoid(gate[i])
-        gate[i] = dh[i]*u*(s*(<float>1.0 + g*(<float>1.0 - s)))
-        up[i] = dh[i]*(g*s)
+    cdef idx i, j = 0, count
+    while j < n:
+        count = least(PIECE, n - j)
+        copy_row(<const real*>gate + j, &a[0], count)
+        copy_row(<const real*>up + j, &b[0], count)
+        copy_row(dh + j, &d[0], count)
+        for i in range(count):
+            g, u, s = a[i], b[i], sigmoid(a[i])
+            a[i] = d[i]*u*(s*(<float>1.0 + g*(<float>1.0 - s)))
+            b[i] = d[i]*(g*s)
+        copy_row(<const float*>&a[0], gate + j, count)
+        copy_row(<const float*>&b[0], up + j, count)
+        j += count
 
 
-cdef void swiglu_rows(float* gu, float* h, idx rows, idx ffn, bint backward) noexcept nogil:
+cdef void swiglu_rows(real* gu, real* h, idx rows, idx ffn, bint backward):
     """The rows of one of the two below, shared by the team."""
     cdef idx r, t, step = grain(ffn), n = parts(rows, step)
     cdef Tasks tasks
@@ -2274,20 +2664,28 @@ cdef void swiglu_rows(float* gu, float* h, idx rows, idx ffn, bint backward) noe
         while t >= 0:
             for r in range(t*step, least(rows, t*step + step)):
                 if backward:
-                    swiglu_backward_row(gu + 2*r*ffn, gu + (2*r + 1)*ffn, h + r*ffn, ffn)
+                    swiglu_backward_row(gu + 2*r*ffn, gu + (2*r + 1)*ffn, <const real*>h + r*ffn,
+                                        ffn)
                 else:
-                    swiglu_row(gu + 2*r*ffn, gu + (2*r + 1)*ffn, h + r*ffn, ffn)
+                    swiglu_row(<const real*>gu + 2*r*ffn, <const real*>gu + (2*r + 1)*ffn,
+                               h + r*ffn, ffn)
             t = take(&tasks, n)
 
 
-def swiglu(size_t gu, size_t h, idx rows, idx ffn):
+def swiglu(size_t gu, size_t h, idx rows, idx ffn, bint half=False):
     """h [rows, ffn] from gu [rows, 2 ffn] = gate | up."""
-    swiglu_rows(<float*>gu, <float*>h, rows, ffn, False)
+    if half:
+        swiglu_rows(<uint16_t*>gu, <uint16_t*>h, rows, ffn, False)
+    else:
+        swiglu_rows(<float*>gu, <float*>h, rows, ffn, False)
 
 
-def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn):
+def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn, bint half=False):
     """gu [rows, 2 ffn] becomes its gradient, in place, from dh [rows, ffn]."""
-    swiglu_rows(<float*>gu, <float*>dh, rows, ffn, True)
+    if half:
+        swiglu_rows(<uint16_t*>gu, <uint16_t*>dh, rows, ffn, True)
+    else:
+        swiglu_rows(<float*>gu, <float*>dh, rows, ffn, True)
 
 
 def id_range(size_t ids, idx n):
@@ -2304,27 +2702,38 @@ def id_range(size_t ids, idx n):
 # The sort brings a token's positions together, in ascending order: a row of dw has one writer, so
 # it takes no atomics, and its sum has one order.
 
-def embed(size_t tokens, size_t w, size_t y, idx n, idx dim):
+def embed(size_t tokens, size_t w, size_t y, idx n, idx dim, bint half=False):
     """y[i] = w[tokens[i]]: tokens int64 [n], w [vocabulary, dim], y [n, dim]."""
     cdef idx i
+    cdef const float* x
     for i in prange(n, nogil=True, schedule='dynamic', chunksize=grain(dim),
                     num_threads=team(n*dim)):
-        memcpy(<float*>y + i*dim, <const float*>w + (<const int64_t*>tokens)[i]*dim,
-               dim*sizeof(float))
+        x = <const float*>w + (<const int64_t*>tokens)[i]*dim
+        if half:
+            copy_row(x, <uint16_t*>y + i*dim, dim)
+        else:
+            copy_row(x, <float*>y + i*dim, dim)
 
 
-cdef void embed_run(const int64_t* tokens, const int64_t* order, const float* dy, float* dw, idx i,
-                    idx n, idx dim) noexcept nogil:
+cdef inline void embed_run(const int64_t* tokens, const int64_t* order, const real* dy, float* dw,
+                           idx i, idx n, idx dim) noexcept nogil:
     """If a token's run starts at place i of the order, add it all: a row of dw has one writer."""
     cdef int64_t token = tokens[order[i]]
+    cdef const real* x
+    cdef float* y = dw + token*dim
+    cdef idx j
     if i > 0 and tokens[order[i - 1]] == token:
         return
     while i < n and tokens[order[i]] == token:
-        add_rows(dw + token*dim, dy + order[i]*dim, dw + token*dim, dim)
+        x, j = dy + order[i]*dim, 0
+        while j < dim:
+            store(y + j, load(<const float*>y + j, dim - j) + load(x + j, dim - j), dim - j)
+            j += VL
         i += 1
 
 
-def embed_backward(size_t tokens, size_t order, size_t dy, size_t dw, idx n, idx dim):
+def embed_backward(size_t tokens, size_t order, size_t dy, size_t dw, idx n, idx dim,
+                   bint half=False):
     """dw[tokens[i]] += dy[i]; order (int64) is the stable argsort of tokens.
 
     Every place of the order is a task, but only the first of a token's run has work to do.
@@ -2332,8 +2741,12 @@ def embed_backward(size_t tokens, size_t order, size_t dy, size_t dw, idx n, idx
     cdef idx i
     for i in prange(n, nogil=True, schedule='dynamic', chunksize=grain(dim),
                     num_threads=team(n*dim)):
-        embed_run(<const int64_t*>tokens, <const int64_t*>order, <const float*>dy, <float*>dw, i,
-                  n, dim)
+        if half:
+            embed_run(<const int64_t*>tokens, <const int64_t*>order, <const uint16_t*>dy,
+                      <float*>dw, i, n, dim)
+        else:
+            embed_run(<const int64_t*>tokens, <const int64_t*>order, <const float*>dy, <float*>dw,
+                      i, n, dim)
 
 
 # ---- 8. Attention -------------------------------------------------------------------------------
@@ -2380,28 +2793,30 @@ cdef enum:
                                     # 2 % at 512 keys, 8 at 2,048; at heads of 16 they never do
 
 cdef struct View:                   # [batch, position, head, dim] by strides, the last one 1
-    float* start
+    char* start
     idx batch, position, head       # these strides, in elements
 
 cdef struct Attention:
     idx batch, sq, sk, heads, kv_heads, dim     # heads is a multiple of kv_heads
     idx wide                        # dim rounded up to AL, the row length of every tile in scratch
     idx keys                        # sk in whole blocks of keys, or, unless split, tiles
-    bint split, weights             # in parts: scores and v do^T; also the products with p and ds
-    float scale
+    bint half                       # q, k, v, ... are bf16 in memory
+    int parts                       # of operands of scores and v do^T, see section 6
+    bint weights                    # also of the products with p and ds
+    float scale, factor             # factor: what scores still lack, where q does not carry it
     float* lse                      # L [batch, heads, sq]
     # q, o, dy, dq have sq positions and heads, the others sk and kv_heads; `describe` fills them in
     # this order, and forward has only the first four
     View q, k, v, o, dy, dq, dk, dv
 
 
-cdef inline float* at(const View* x, idx b, idx position, idx head) noexcept nogil:
-    """The `dim` elements of one head at one position."""
-    return x.start + b*x.batch + position*x.position + head*x.head
+cdef inline idx at(const View* x, idx b, idx position, idx head) noexcept nogil:
+    """Where the `dim` elements of one head at one position start, in elements."""
+    return b*x.batch + position*x.position + head*x.head
 
 
 cdef void describe(Attention* a, const int64_t* dims, const size_t* address, int views,
-                   float* lse, float scale) noexcept nogil:
+                   float* lse, float scale, bint half) noexcept nogil:
     """Fill `a` from Python's integers: six sizes, then three strides a view, in its own order."""
     cdef View* view = &a.q
     cdef idx unit
@@ -2409,12 +2824,16 @@ cdef void describe(Attention* a, const int64_t* dims, const size_t* address, int
     a.batch, a.sq, a.sk = dims[0], dims[1], dims[2]
     a.heads, a.kv_heads, a.dim = dims[3], dims[4], dims[5]
     a.wide = (a.dim + AL - 1)//AL*AL
-    a.scale, a.lse, a.weights = scale, lse, WITH_AMX and a.dim >= SPLIT_DIM
-    a.split = a.weights or WITH_AMX and a.dim >= 32 and a.sk >= SPLIT_KEYS
+    a.half, a.scale, a.factor, a.lse, a.parts = half, scale, 1, lse, 0
+    a.weights = (WITH_AMX or WITH_DOT) if half else WITH_AMX and a.dim >= SPLIT_DIM
+    if half and a.weights:
+        a.parts, a.factor = 1, scale*LOG2_E
+    elif WITH_AMX and not half and (a.weights or a.dim >= 32 and a.sk >= SPLIT_KEYS):
+        a.parts = 3
     unit = KEYS if a.weights else TILE
     a.keys = parts(a.sk, unit)*unit
     for i in range(views):
-        view[i].start = <float*>address[i]
+        view[i].start = <char*>address[i]
         view[i].batch, view[i].position = dims[6 + 3*i], dims[7 + 3*i]
         view[i].head = dims[8 + 3*i]
 
@@ -2424,7 +2843,7 @@ cdef int attention_team(const Attention* a) noexcept nogil:
     return team(a.batch*a.heads*a.sq*a.sk*a.dim//16)
 
 
-cdef void stage(const float* x, idx ld, idx rows, idx cols, float alpha, float* y, idx height,
+cdef void stage(const real* x, idx ld, idx rows, idx cols, float alpha, float* y, idx height,
                 idx width) noexcept nogil:
     """y[height, width] = alpha * x[rows, cols] with zeros around it.
 
@@ -2439,7 +2858,17 @@ cdef void stage(const float* x, idx ld, idx rows, idx cols, float alpha, float* 
     memset(y + rows*width, 0, (height - rows)*width*sizeof(float))
 
 
-cdef inline void scale_row(const float* x, float factor, float* y, idx n,
+cdef void stage_view(const Attention* a, const View* x, idx b, idx position, idx head, idx rows,
+                     float alpha, float* y, idx height) noexcept nogil:
+    """The same of rows of a head."""
+    cdef idx start = at(x, b, position, head)
+    if a.half:
+        stage(<const uint16_t*>x.start + start, x.position, rows, a.dim, alpha, y, height, a.wide)
+    else:
+        stage(<const float*>x.start + start, x.position, rows, a.dim, alpha, y, height, a.wide)
+
+
+cdef inline void scale_row(const float* x, float factor, real* y, idx n,
                            bint add=False) noexcept nogil:
     """y (+)= factor x, rows as short as a head; y may be x."""
     cdef idx j = 0
@@ -2447,9 +2876,18 @@ cdef inline void scale_row(const float* x, float factor, float* y, idx n,
     while j < n:
         v = load(x + j, n - j)*factor
         if add:
-            v = v + load(y + j, n - j)
+            v = v + load(<const real*>y + j, n - j)
         store(y + j, v, n - j)
         j += VL
+
+
+cdef inline void put(const Attention* a, const float* x, float factor, const View* y, idx b,
+                     idx position, idx head) noexcept nogil:
+    """A head at one position of y = factor x."""
+    if a.half:
+        scale_row(x, factor, <uint16_t*>y.start + at(y, b, position, head), a.dim)
+    else:
+        scale_row(x, factor, <float*>y.start + at(y, b, position, head), a.dim)
 
 
 cdef void flip(const float* x, idx rows, idx cols, float* y) noexcept nogil:
@@ -2461,58 +2899,77 @@ cdef void flip(const float* x, idx rows, idx cols, float* y) noexcept nogil:
 
 
 # An operand of `multiply`.  As it lies: element (i, t) of the left one at x[i*row + t*step], (t, j)
-# of the right one at x[t*step + j].  Split: packed in parts, panels of 16 rows or 32 columns that
-# are `row` floats apart.
+# of the right one at x[t*step + j].  In parts: packed, panels of 16 rows or 32 columns that are
+# `row` floats apart.
 cdef struct Operand:
-    bint split
+    int parts
     const float* x
     idx row, step
 
 
-cdef inline Operand as_it_lies(const float* x, idx row, idx step) noexcept nogil:
-    """An operand that is not packed."""
+cdef inline Operand operand(int count, const float* x, idx row, idx step) noexcept nogil:
+    """An operand in so many parts, or, with 0, one that is not packed."""
     cdef Operand made
-    made.split, made.x, made.row, made.step = False, x, row, step
+    made.parts, made.x, made.row, made.step = count, x, row, step
     return made
 
 
-cdef inline idx room_of(const Attention* a, idx n) noexcept nogil:
-    """Floats that n elements of an operand take at most: three parts of half a float, or one."""
-    return n*3//2 if a.split else n
+cdef inline idx room_in(int count, idx n) noexcept nogil:
+    """Floats that n elements of an operand take: so many parts of half a float, or one."""
+    return n*count//2 if count else n
 
 
-cdef Operand left(bint split, const float* x, idx row, idx step, idx rows, idx depth,
+cdef inline idx panel_room(int count, idx depth, idx width) noexcept nogil:
+    """Floats of a packed panel, `width` rows or columns."""
+    return parts(depth, SPLIT)*PART_ROOM*2*count*width
+
+
+cdef Operand left(int count, const float* x, idx row, idx step, idx rows, idx depth,
                   float* room) noexcept nogil:
     """x[i*row + t*step], one of row and step being 1, as a left operand of depth t."""
-    cdef Operand made = as_it_lies(x, row, step)
-    if split:
-        made.split, made.x, made.row = True, room, parts(depth, SPLIT)*SPLIT*SPLIT_ROOM
-        pack_parts(x, row*step, row == 1, depth, rows, row == 1, room, made.row)
-    return made
+    if not count:
+        return operand(0, x, row, step)
+    pack_parts(x, row*step, row == 1, depth, rows, row == 1, count, room,
+               panel_room(count, depth, SPLIT_ROWS))
+    return operand(count, room, panel_room(count, depth, SPLIT_ROWS), 0)
 
 
-cdef Operand right(bint split, const float* x, idx ld, bint turned, idx cols, idx depth,
+cdef Operand right(int count, const float* x, idx ld, bint turned, idx cols, idx depth,
                    float* room) noexcept nogil:
     """x [depth, cols], or [cols, depth] if turned (which takes whole tiles), as a right operand."""
-    cdef Operand made = as_it_lies(x, 0, ld)
-    if split:
-        made.split, made.x, made.row = True, room, parts(depth, SPLIT)*SPLIT*2*SPLIT_ROOM
-        pack_parts(x, ld, not turned, depth, cols, turned, room, made.row)
-    elif turned:
+    if not count and not turned:
+        return operand(0, x, 0, ld)
+    if not count:
         flip(x, TILE, ld, room)
-        made.x, made.step = room, TILE
-    return made
+        return operand(0, room, 0, TILE)
+    pack_parts(x, ld, not turned, depth, cols, turned, count, room,
+               panel_room(count, depth, SPLIT))
+    return operand(count, room, panel_room(count, depth, SPLIT), 0)
+
+
+cdef Operand view_as(const Attention* a, const View* x, idx b, idx position, idx head, bint across,
+                     idx depth, idx rows, bint turn, float* room) noexcept nogil:
+    """Rows of a head, from where they lie, as an operand in parts; arguments as of `pack_parts`."""
+    cdef idx start = at(x, b, position, head), width = 16*tiles_of(across, turn)
+    cdef idx panel = panel_room(a.parts, depth, width)
+    if a.half:
+        pack_parts(<const uint16_t*>x.start + start, x.position, across, depth, rows, turn, 1, room,
+                   panel)
+    else:
+        pack_parts(<const float*>x.start + start, x.position, across, depth, rows, turn, a.parts,
+                   room, panel)
+    return operand(a.parts, room, panel, 0)
 
 
 cdef inline Operand rows_from(Operand a, idx i) noexcept nogil:
     """A left operand without its first i rows, whole panels."""
-    a.x = a.x + (i//SPLIT_ROWS if a.split else i)*a.row
+    a.x = a.x + (i//SPLIT_ROWS if a.parts else i)*a.row
     return a
 
 
 cdef inline Operand columns_from(Operand b, idx j) noexcept nogil:
     """A right operand without its first j columns, whole panels."""
-    b.x = b.x + (j//SPLIT*b.row if b.split else j)
+    b.x = b.x + (j//SPLIT*b.row if b.parts else j)
     return b
 
 
@@ -2524,15 +2981,19 @@ cdef void multiply(idx rows, idx cols, idx depth, Operand a, Operand b, float* c
     columns are rounded up to whole register tiles; there must be memory for that.  A sum takes t in
     ascending order, with `add` going on from c.
     """
-    cdef idx r = 0, j, low, tall = SPLIT_ROWS if a.split else AR
+    cdef idx r = 0, j, low, tall = SPLIT_ROWS if a.parts else AR
     cdef const float* y
     while r < rows:
         j, low = 0, least(depth, most(0, r + first))
         while j < cols:
-            if a.split:
+            if a.parts:
                 low = low//SPLIT
-                parts_tile(parts(depth, SPLIT) - low, a.x + low*SPLIT*SPLIT_ROOM,
-                           b.x + j//SPLIT*b.row + low*SPLIT*2*SPLIT_ROOM, c + j, ldc, add)
+                if a.parts == 1:
+                    parts_tile(1, parts(depth, SPLIT) - low, a.x + low*256,
+                               b.x + j//SPLIT*b.row + low*512, c + j, ldc, add)
+                else:
+                    parts_tile(3, parts(depth, SPLIT) - low, a.x + low*3*256,
+                               b.x + j//SPLIT*b.row + low*3*512, c + j, ldc, add)
                 low = low*SPLIT
             else:
                 y = b.x + low*b.step + j
@@ -2566,18 +3027,21 @@ cdef inline void strided_tile(idx depth, const float* a, const idx row, const id
     TILE_STORE(sums, AR, 2, c, ldc, False)
 
 
-cdef void parts_tile(idx steps, const float* a, const float* b, float* c, idx ldc,
-                     bint add) noexcept nogil:
+cdef inline void parts_tile(const int count, idx steps, const float* a, const float* b, float* c,
+                            idx ldc, bint add) noexcept nogil:
     """c[SPLIT_ROWS, SPLIT] (+)= a panel of a left operand times one of a right, in parts."""
     cdef idx k
+    if not WITH_AMX:
+        dot_tile(steps, a, b, c, ldc, add)
+        return
     if add:
         AMX_LOAD(c, ldc)
     else:
         AMX_ZERO()
     for k in range(steps):
-        six_products(a, b)
-        a = a + SPLIT*SPLIT_ROOM
-        b = b + SPLIT*2*SPLIT_ROOM
+        multiply_step(count, a, b)
+        a = a + count*256
+        b = b + count*512
     AMX_STORE(c, ldc)
 
 
@@ -2628,12 +3092,13 @@ cdef void hide(float* s, float value, idx lane, idx keys, idx shift) noexcept no
 
 
 cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, idx keys,
-                       idx shift) noexcept nogil:
-    """Scores to weights 2^(s - m), in place; m and l, the maximum and the sum so far, move on.
+                       idx shift, float factor, float* halves) noexcept nogil:
+    """Scores to weights 2^(factor (s - m)); m and l, the maximum and the sum so far, move on.
 
-    fade = 2^(old m - m) is what all that was summed before shrinks by:
-    m = max(old m, max s),  l = old l * fade + sum 2^(s - m).  The sum runs over keys in order.
-    The maximum skips a NaN: the weights show it.
+    fade = 2^(factor (old m - m)) is what all that was summed before shrinks by:
+    m = max(old m, max s),  l = old l * fade + sum 2^(factor (s - m)).  The sum runs over keys in
+    order.  The maximum skips a NaN: the weights show it.
+    Weights replace scores, or go to `halves` as a right operand of bf16 [keys, queries].
     """
     cdef vf top[2]
     cdef vf sums[2]
@@ -2650,20 +3115,49 @@ cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, i
             for j in range(2):
                 top[j] = vmax(x[j], top[j])
         for j in range(2):
-            e = weight((<const vf*>(m + lane))[j] - top[j])
+            e = weight(((<const vf*>(m + lane))[j] - top[j])*factor)
             sums[j] = (<const vf*>(l + lane))[j]*e
             (<vf*>(fade + lane))[j] = e
             (<vf*>(m + lane))[j] = top[j]
-        for key in range(count):
-            x = <vf*>(s + key*TILE + lane)
-            for j in range(2):
-                e = weight(x[j] - top[j])
-                x[j] = e
-                sums[j] = sums[j] + e
+            top[j] = top[j]*factor
+        if halves != NULL:
+            weights_in_halves(s + lane, count, top, sums, factor,
+                              halves + lane//SPLIT*panel_room(1, KEYS, SPLIT))
+        else:
+            for key in range(count):
+                x = <vf*>(s + key*TILE + lane)
+                for j in range(2):
+                    e = weight(x[j]*factor - top[j])
+                    x[j] = e
+                    sums[j] = sums[j] + e
+            hide(s, 0, lane, keys, shift)       # never scored, but read by a register tile of o
         for j in range(2):
             (<vf*>(l + lane))[j] = sums[j]
-        hide(s, 0, lane, keys, shift)           # never scored, but read by a register tile of o
         lane += AL
+
+
+cdef inline void weights_in_halves(const float* s, idx count, const vf* top, vf* sums, float factor,
+                                   float* out) noexcept nogil:
+    """The weights of AL queries for `count` keys as a panel of words, a word two keys of a query.
+
+    A step of 32 keys is filled up with zeros.
+    """
+    cdef vf e[2][2]
+    cdef idx key, j, t, all = parts(count, SPLIT)*SPLIT
+    for key in range(0, all, 2):
+        for t in range(2):
+            for j in range(2):
+                e[t][j] = VZERO
+                if key + t < count:
+                    e[t][j] = weight((<const vf*>(s + (key + t)*TILE))[j]*factor - top[j])
+                    sums[j] = sums[j] + e[t][j]
+        for j in range(2):
+            (<vf*>word_at(out, key, j))[0] = PAIR(ROUND(e[0][j]), ROUND(e[1][j]))
+
+
+cdef inline float* word_at(float* panel, idx key, idx j) noexcept nogil:
+    """Where the words of an even key and the next lie in a panel of a right operand, 16 queries."""
+    return panel + key//SPLIT*512 + j*256 + key % SPLIT//2*16
 
 
 cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Operand v,
@@ -2681,8 +3175,9 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
     cdef float* l = m + TILE
     cdef float* fade = l + TILE
     cdef float* packed = fade + TILE            # q^T, then p
-    stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale*LOG2_E, q, TILE, wide)
-    qt = right(a.split, q, wide, True, queries, a.dim, packed)
+    cdef float* weights = packed + room_in(a.parts, tile)
+    cdef float* halves = weights if a.parts == 1 else NULL
+    qt = queries_as(a, &a.q, b, q0, h, queries, a.scale*LOG2_E, q, packed)
     for i in range(TILE):
         m[i] = <float>-1e30                     # finite: m - m is no NaN where nothing is visible
     memset(l, 0, TILE*sizeof(float))
@@ -2690,29 +3185,44 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
     while k0 < end:
         keys, shift = least(KEYS, end - k0), ahead - k0
         scores(rows_from(k, k0), qt, s, a, queries, keys, shift)
-        softmax_tile(s, m, l, fade, queries, keys, shift)
+        softmax_tile(s, m, l, fade, queries, keys, shift, a.factor, halves)
         if k0:
             fade_columns(ot, fade, wide)
-        p = right(a.weights, s, TILE, False, queries, keys, packed + room_of(a, tile))
+        if halves != NULL:
+            p = operand(1, halves, panel_room(1, KEYS, SPLIT), 0)
+        else:
+            p = right(a.parts if a.weights else 0, s, TILE, False, queries, keys, weights)
         gather(block_from(a, v, k0), p, ot, a, queries, keys, shift, k0 > 0)
         k0 += KEYS
     flip(ot, wide, TILE, q)
     # One division a row at the very end; a query that saw nothing has l = 0: L = -inf and o = 0
     for i in range(queries):
-        a.lse[(b*a.heads + h)*a.sq + q0 + i] = m[i]*LN_2 + logf(l[i])
-        scale_row(q + i*wide, 0 if l[i] == 0 else 1/l[i], at(&a.o, b, q0 + i, h), a.dim)
+        a.lse[(b*a.heads + h)*a.sq + q0 + i] = m[i]*a.factor*LN_2 + logf(l[i])
+        put(a, q + i*wide, 0 if l[i] == 0 else 1/l[i], &a.o, b, q0 + i, h)
 
 
-cdef Operand key_rows(const Attention* a, bint split, const View* x, idx b, idx head, idx keys,
+cdef Operand queries_as(const Attention* a, const View* x, idx b, idx q0, idx h, idx queries,
+                        float alpha, float* staged, float* room) noexcept nogil:
+    """Rows of a tile, transposed, as a right operand [dim, queries]; times alpha unless bf16.
+
+    bf16 is packed from where it lies: rounding a multiple of it would cost half its accuracy.
+    """
+    if a.parts == 1:
+        return view_as(a, x, b, q0, h, False, a.dim, queries, True, room)
+    stage_view(a, x, b, q0, h, queries, alpha, staged, TILE)
+    return right(a.parts, staged, a.wide, True, queries, a.dim, room)
+
+
+cdef Operand key_rows(const Attention* a, int count, const View* x, idx b, idx head, idx keys,
                       float* room) noexcept nogil:
-    """The first keys of k or v [keys, dim] as a left operand: packed, or else staged.
+    """The first keys of k or v [keys, dim] as a left operand: in parts, or else staged.
 
     As they lie, register tiles would read past the end.
     """
-    if split:
-        return left(True, at(x, b, 0, head), x.position, 1, keys, a.dim, room)
-    stage(at(x, b, 0, head), x.position, keys, a.dim, 1, room, parts(keys, TILE)*TILE, a.wide)
-    return as_it_lies(room, a.wide, 1)
+    if count:
+        return view_as(a, x, b, 0, head, False, a.dim, keys, False, room)
+    stage_view(a, x, b, 0, head, keys, 1, room, parts(keys, TILE)*TILE)
+    return operand(0, room, a.wide, 1)
 
 
 cdef inline Operand turned(Operand a) noexcept nogil:
@@ -2727,79 +3237,97 @@ cdef Operand key_columns(const Attention* a, const View* x, idx b, idx head, idx
     cdef Operand made
     cdef idx k0 = 0
     if not a.weights:
-        return turned(key_rows(a, False, x, b, head, keys, room))
-    made.split, made.x, made.row, made.step = True, room, KEYS*SPLIT_ROOM, 0
+        return turned(key_rows(a, 0, x, b, head, keys, room))
+    made = operand(a.parts, room, panel_room(a.parts, KEYS, SPLIT_ROWS), 0)
     while k0 < keys:
-        pack_parts(at(x, b, k0, head), x.position, True, least(KEYS, keys - k0), a.dim, True,
-                   room + room_of(a, k0*a.wide), made.row)
+        pack_block(a, x, b, k0, head, least(KEYS, keys - k0), block_from(a, made, k0).x, made.row)
         k0 += KEYS
     return made
 
 
+cdef inline void pack_block(const Attention* a, const View* x, idx b, idx k0, idx head, idx keys,
+                            const float* out, idx room) noexcept nogil:
+    """A block of it; panels are those of KEYS keys, however many there are."""
+    cdef idx start = at(x, b, k0, head)
+    if a.half:
+        pack_parts(<const uint16_t*>x.start + start, x.position, True, keys, a.dim, True, 1,
+                   <float*>out, room)
+    else:
+        pack_parts(<const float*>x.start + start, x.position, True, keys, a.dim, True, a.parts,
+                   <float*>out, room)
+
+
 cdef inline Operand block_from(const Attention* a, Operand v, idx k0) noexcept nogil:
     """Of such an operand, the block from key k0 on."""
-    v.x = v.x + (room_of(a, k0*a.wide) if v.split else k0*a.wide)
+    v.x = v.x + room_in(v.parts, k0*a.wide)
     return v
 
 
 cdef void forward_chunk(const Attention* a, idx b, idx h, idx q0, idx last,
                         float* room) noexcept nogil:
     """o and L of the queries q0 .. last of one head, for which k and v are made ready once."""
-    cdef idx g = h//(a.heads//a.kv_heads), each = room_of(a, a.keys*a.wide)
+    cdef idx g = h//(a.heads//a.kv_heads), each = room_in(a.parts, a.keys*a.wide)
     cdef idx keys = most(0, last + a.sk - a.sq)
     cdef Operand k, v
-    if a.split:
+    if a.parts:
         AMX_OPEN()
-    k = key_rows(a, a.split, &a.k, b, g, keys, room)
+    k = key_rows(a, a.parts, &a.k, b, g, keys, room)
     v = key_columns(a, &a.v, b, g, keys, room + each)
     while q0 < last:
         forward_tile(a, b, h, q0, k, v, room + 2*each)
         q0 += TILE
-    if a.split:
+    if a.parts:
         AMX_CLOSE()
 
 
-cdef void one_query(const Attention* a, idx b, idx h, float* room) noexcept nogil:
-    """o and L of a single query, as when generating: k and v are read once and in place.
+cdef inline void query_over(const Attention* a, const real* q, const real* k, const real* v,
+                            real* out, float* lse, float* room) noexcept nogil:
+    """o and L of a single query of one head, as when generating: k and v are read once, in place.
 
     Reading them is all that this costs: a tile would have one row in use, staging a second pass.
     Scratch: q and o [wide], s [sk], all of whose scores are there before the first weight.
     """
-    cdef idx g = h//(a.heads//a.kv_heads), whole = a.dim//VL, key, i
-    cdef float* q = room
+    cdef idx key, i
+    cdef float* x = room
     cdef float* o = room + a.wide
     cdef float* s = room + 2*a.wide
-    cdef const float* x
-    cdef float lanes[VL]
     cdef float top = <float>-1e30, total = 0, w
     cdef vf sums
-    stage(at(&a.q, b, 0, h), 0, 1, a.dim, a.scale, q, 1, a.wide)
+    stage(q, 0, 1, a.dim, a.scale, x, 1, a.wide)
     memset(o, 0, a.wide*sizeof(float))
     for key in range(a.sk):
-        x = at(&a.k, b, key, g)
-        sums = VZERO
-        for i in range(whole):
-            sums = sums + (<const vf*>q)[i]*(<const vf*>x)[i]
-        (<vf*>lanes)[0] = sums
-        w = 0
-        for i in range(VL):
-            w += lanes[i]
-        for i in range(whole*VL, a.dim):
-            w += q[i]*x[i]
-        s[key] = w
-        top = w if w > top else top
+        sums, i = VZERO, 0
+        while i < a.dim:
+            sums = sums + load(<const float*>x + i, VL)*load(k + key*a.k.position + i, a.dim - i)
+            i += VL
+        s[key] = lane_sum(sums)
+        top = s[key] if s[key] > top else top
     for key in range(a.sk):
-        x = at(&a.v, b, key, g)
-        w = fexp(s[key] - top)
+        w, i = fexp(s[key] - top), 0
         total += w
-        for i in range(a.dim):
-            o[i] += w*x[i]
-    a.lse[b*a.heads + h] = top + logf(total)
-    for i in range(a.dim):
-        at(&a.o, b, 0, h)[i] = o[i]/total
+        while i < a.dim:
+            store(o + i, load(<const float*>o + i, VL) + load(v + key*a.v.position + i,
+                                                              a.dim - i)*w, VL)
+            i += VL
+    lse[0] = top + logf(total)
+    scale_row(o, 1/total, out, a.dim)
 
 
-def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, float scale):
+cdef void one_query(const Attention* a, idx b, idx h, float* room) noexcept nogil:
+    """The single query of a head."""
+    cdef idx g = h//(a.heads//a.kv_heads), q = at(&a.q, b, 0, h), k = at(&a.k, b, 0, g)
+    cdef idx v = at(&a.v, b, 0, g), o = at(&a.o, b, 0, h)
+    cdef float* lse = a.lse + b*a.heads + h
+    if a.half:
+        query_over(a, <const uint16_t*>a.q.start + q, <const uint16_t*>a.k.start + k,
+                   <const uint16_t*>a.v.start + v, <uint16_t*>a.o.start + o, lse, room)
+    else:
+        query_over(a, <const float*>a.q.start + q, <const float*>a.k.start + k,
+                   <const float*>a.v.start + v, <float*>a.o.start + o, lse, room)
+
+
+def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, float scale,
+              bint half=False):
     """o = softmax(scale q k^T) v, causal, and L = ln of the softmax's denominator for backward.
 
     dims: int64 B, Sq, Sk, H, KV, head_dim, then the strides (batch, position, head) of q, k, v, o
@@ -2808,7 +3336,7 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     """
     cdef Attention a
     cdef size_t[4] address = [q, k, v, o]
-    describe(&a, <const int64_t*>dims, address, 4, <float*>lse, scale)
+    describe(&a, <const int64_t*>dims, address, 4, <float*>lse, scale, half)
     cdef idx tiles = parts(a.sq, TILE), heads = a.batch*a.heads
     cdef int threads = most(1, least(heads*tiles, attention_team(&a)))
     # A task is a head, or as many of its tiles as leave TASKS a thread: the fewer tasks, the less
@@ -2816,8 +3344,8 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
     cdef idx step = TILE*most(1, least(tiles, heads*tiles//(TASKS*threads)))
     cdef idx chunks = parts(a.sq, step), n = heads*chunks, t, first
     # Per thread: k and v; q and o^T; s; m, l and fade; q^T and p as operands.  One query: q, o, s
-    cdef idx size = (2*room_of(&a, a.keys*a.wide) + 2*TILE*a.wide + KEYS*TILE + 3*TILE
-                     + room_of(&a, TILE*a.wide) + room_of(&a, KEYS*TILE))
+    cdef idx size = (2*room_in(a.parts, a.keys*a.wide) + 2*TILE*a.wide + KEYS*TILE + 3*TILE
+                     + room_in(a.parts, TILE*a.wide) + room_in(a.parts, KEYS*TILE))
     if a.sq == 1 and a.sk > 0:
         size = 2*a.wide + a.keys
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
@@ -2836,26 +3364,34 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
             t = take(&tasks, n)
 
 
-cdef void row_dots(const float* x, const float* y, idx width, float* z) noexcept nogil:
-    """z[row] = sum of x*y over the row, for TILE rows: in lanes first, then the lanes in order."""
-    cdef float lanes[VL]
-    cdef vf sums
-    cdef idx i, j
+cdef void row_dots(const Attention* a, idx b, idx q0, idx h, idx queries, float* z) noexcept nogil:
+    """z[row] = sum of dy*o over a head, for TILE rows from q0 on; 0 past the last query."""
+    cdef idx i, x, y
     for i in range(TILE):
-        sums = VZERO
-        for j in range(width//VL):
-            sums = sums + (<const vf*>(x + i*width))[j]*(<const vf*>(y + i*width))[j]
-        (<vf*>lanes)[0] = sums
         z[i] = 0
-        for j in range(VL):
-            z[i] += lanes[j]
+        if i < queries:
+            x, y = at(&a.dy, b, q0 + i, h), at(&a.o, b, q0 + i, h)
+            if a.half:
+                z[i] = row_sum(<const uint16_t*>a.dy.start + x, <const uint16_t*>a.o.start + y,
+                               NULL, a.dim)
+            else:
+                z[i] = row_sum(<const float*>a.dy.start + x, <const float*>a.o.start + y, NULL,
+                               a.dim)
+
+
+# p and ds of a tile as operands of bf16: rows of keys for dv and dk, ds also for dq^T.
+cdef struct Halves:
+    float* p                        # left [keys, queries]
+    float* ds
+    float* dst                      # ds as a right operand [keys, queries]
 
 
 cdef void gradient_tile(float* p, float* ds, const float* lse, const float* delta, idx queries,
-                        idx keys, idx shift) noexcept nogil:
-    """In place: scores p to weights 2^(p - L); ds, which comes as v do^T, to p*(ds - delta).
+                        idx keys, idx shift, float factor, const Halves* halves) noexcept nogil:
+    """Scores p to weights 2^(factor p - L); ds, which comes as v do^T, to p*(ds - delta).
 
-    p and ds are [KEYS, TILE], a lane a query; lse, in units of ln2, and delta are [TILE].
+    p and ds are [KEYS, TILE], a lane a query; lse, in units of ln2, and delta are [TILE].  The
+    results take their places, or go to `halves`.
     """
     cdef vf total[2]
     cdef vf mean[2]
@@ -2866,10 +3402,17 @@ cdef void gradient_tile(float* p, float* ds, const float* lse, const float* delt
     while lane < queries:
         for j in range(2):
             total[j], mean[j] = (<const vf*>(lse + lane))[j], (<const vf*>(delta + lane))[j]
+        if halves != NULL:
+            hide(p, -INFINITY, lane, seen(lane, keys, shift), shift)
+            hide(ds, 0, lane, seen(lane, keys, shift), shift)
+            gradients_in_halves(p + lane, ds + lane, total, mean, seen(lane, keys, shift), factor,
+                                lane, halves)
+            lane += AL
+            continue
         for key in range(seen(lane, keys, shift)):
             x, y = <vf*>(p + key*TILE + lane), <vf*>(ds + key*TILE + lane)
             for j in range(2):
-                e = weight(x[j] - total[j])
+                e = weight(x[j]*factor - total[j])
                 x[j] = e
                 y[j] = e*(y[j] - mean[j])
         hide(p, 0, lane, keys, shift)           # set, not multiplied: exp may have overflowed there
@@ -2877,50 +3420,89 @@ cdef void gradient_tile(float* p, float* ds, const float* lse, const float* delt
         lane += AL
 
 
+cdef inline void gradients_in_halves(const float* p, const float* ds, const vf* total,
+                                     const vf* mean, idx count, float factor, idx lane,
+                                     const Halves* halves) noexcept nogil:
+    """gradient_tile for AL queries and `count` keys; a step of 32 keys is filled up with zeros."""
+    cdef vf e[2]
+    cdef vf d[2][2]
+    cdef idx key, j, t, row, all = parts(count, SPLIT)*SPLIT
+    cdef float* dst = halves.dst + lane//SPLIT*panel_room(1, KEYS, SPLIT)
+    for key in range(0, all, 2):
+        for t in range(2):
+            row = ((key + t)//16*panel_room(1, TILE, SPLIT_ROWS) + lane//SPLIT*256
+                   + (key + t) % 16*16)
+            for j in range(2):
+                e[j], d[t][j] = VZERO, VZERO
+                if key + t < count:
+                    e[j] = weight((<const vf*>(p + (key + t)*TILE))[j]*factor - total[j])
+                    d[t][j] = ROUND(e[j]*((<const vf*>(ds + (key + t)*TILE))[j] - mean[j]))
+                store(<uint16_t*>(halves.p + row) + j*VL, e[j], VL)
+                store(<uint16_t*>(halves.ds + row) + j*VL, d[t][j], VL)
+        for j in range(2):
+            (<vf*>word_at(dst, key, j))[0] = PAIR(d[0][j], d[1][j])
+
+
 cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Operand v, Operand kt,
                         float* dk, float* dv, float* room) noexcept nogil:
     """dq of at most TILE queries from q0 on, of one head; adds their part of dk and dv."""
     cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq
-    cdef idx wide = a.wide, tile = TILE*wide, each = room_of(a, tile)
+    cdef idx wide = a.wide, tile = TILE*wide, each = room_in(a.parts, tile)
+    cdef int count = a.parts if a.weights else 0
     # Whole register tiles of keys: the odd ones lie in every query's future and get p = ds = 0.
     cdef idx end = (ahead + queries + AR - 1)//AR*AR, k0 = 0, keys, shift, i
-    cdef Operand qt, dyt, q_rows, dy_rows
+    cdef Operand qt, dyt, q_rows, dy_rows, p_rows, ds_rows, dst
+    cdef Halves halves
     # Scratch: q, dy [TILE, wide], dq^T [wide, TILE], p, ds [KEYS, TILE], lse, delta [TILE]
     cdef float* q = room
     cdef float* dy = room + tile
-    cdef float* dqt = room + 2*tile             # holds o until delta is known
+    cdef float* dqt = room + 2*tile
     cdef float* p = room + 3*tile
     cdef float* ds = p + KEYS*TILE
     cdef float* lse = ds + KEYS*TILE
     cdef float* delta = lse + TILE
-    cdef float* packed = delta + TILE           # q^T, dy^T, q, dy; p or ds
+    cdef float* packed = delta + TILE           # q^T, dy^T, q, dy; p or ds, or in bf16 p, ds, ds
     cdef float* weights = packed + 4*each
-    stage(at(&a.q, b, q0, h), a.q.position, queries, a.dim, a.scale*LOG2_E, q, TILE, wide)
-    stage(at(&a.dy, b, q0, h), a.dy.position, queries, a.dim, 1, dy, TILE, wide)
-    stage(at(&a.o, b, q0, h), a.o.position, queries, a.dim, 1, dqt, TILE, wide)
-    stage(a.lse + (b*a.heads + h)*a.sq + q0, queries, 1, queries, LOG2_E, lse, 1, TILE)
-    row_dots(dy, dqt, wide, delta)
-    qt = right(a.split, q, wide, True, queries, a.dim, packed)
-    dyt = right(a.split, dy, wide, True, queries, a.dim, packed + each)
-    q_rows = right(a.weights, q, wide, False, wide, queries, packed + 2*each)
-    dy_rows = right(a.weights, dy, wide, False, wide, queries, packed + 3*each)
+    halves.p, halves.ds = weights, weights + room_in(1, KEYS*TILE)
+    halves.dst = halves.ds + room_in(1, KEYS*TILE)
+    stage(<const float*>a.lse + (b*a.heads + h)*a.sq + q0, queries, 1, queries, LOG2_E, lse, 1,
+          TILE)
+    row_dots(a, b, q0, h, queries, delta)
+    qt = queries_as(a, &a.q, b, q0, h, queries, a.scale*LOG2_E, q, packed)
+    dyt = queries_as(a, &a.dy, b, q0, h, queries, 1, dy, packed + each)
+    if a.parts == 1:
+        q_rows = view_as(a, &a.q, b, q0, h, True, queries, a.dim, False, packed + 2*each)
+        dy_rows = view_as(a, &a.dy, b, q0, h, True, queries, a.dim, False, packed + 3*each)
+    else:
+        q_rows = right(count, q, wide, False, wide, queries, packed + 2*each)
+        dy_rows = right(count, dy, wide, False, wide, queries, packed + 3*each)
     memset(dqt, 0, tile*sizeof(float))
     while k0 < end:
         keys, shift = least(KEYS, end - k0), ahead - k0
         scores(rows_from(k, k0), qt, p, a, queries, keys, shift)
         scores(rows_from(v, k0), dyt, ds, a, queries, keys, shift)
-        gradient_tile(p, ds, lse, delta, queries, keys, shift)
+        gradient_tile(p, ds, lse, delta, queries, keys, shift, a.factor,
+                      &halves if a.parts == 1 else NULL)
         # dv += p^T dy;  dk += ds^T q, dq += ds k, both scaled at the end
-        multiply(keys, wide, queries, left(a.weights, p, TILE, 1, keys, queries, weights),
-                 dy_rows, dv + k0*wide, wide, True, -shift)
-        multiply(keys, wide, queries, left(a.weights, ds, TILE, 1, keys, queries, weights),
-                 q_rows, dk + k0*wide, wide, True, -shift)
-        gather(block_from(a, kt, k0), right(a.weights, ds, TILE, False, queries, keys, weights),
-               dqt, a, queries, keys, shift, k0 > 0)
+        if a.parts == 1:
+            p_rows = operand(1, halves.p, panel_room(1, TILE, SPLIT_ROWS), 0)
+        else:
+            p_rows = left(count, p, TILE, 1, keys, queries, weights)
+        multiply(keys, wide, queries, p_rows, dy_rows, dv + k0*wide, wide, True, -shift)
+        if a.parts == 1:
+            ds_rows = operand(1, halves.ds, panel_room(1, TILE, SPLIT_ROWS), 0)
+        else:
+            ds_rows = left(count, ds, TILE, 1, keys, queries, weights)
+        multiply(keys, wide, queries, ds_rows, q_rows, dk + k0*wide, wide, True, -shift)
+        if a.parts == 1:
+            dst = operand(1, halves.dst, panel_room(1, KEYS, SPLIT), 0)
+        else:
+            dst = right(count, ds, TILE, False, queries, keys, weights)
+        gather(block_from(a, kt, k0), dst, dqt, a, queries, keys, shift, k0 > 0)
         k0 += KEYS
     flip(dqt, wide, TILE, q)
     for i in range(queries):
-        scale_row(q + i*wide, a.scale, at(&a.dq, b, q0 + i, h), a.dim)
+        put(a, q + i*wide, a.scale, &a.dq, b, q0 + i, h)
 
 
 cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept nogil:
@@ -2929,31 +3511,32 @@ cdef void backward_head(const Attention* a, idx b, idx g, float* room) noexcept 
     So dk and dv have a single writer and one order of summation; they grow in the thread's scratch
     and are copied out once.
     """
-    cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, each = room_of(a, size), h, q0, i
+    cdef idx group = a.heads//a.kv_heads, size = a.keys*a.wide, each = room_in(a.parts, size)
+    cdef idx h, q0, i
     cdef float* dk = room
     cdef float* dv = room + size
     cdef Operand k, v, kt
     room = room + 2*size
-    if a.split:
+    if a.parts:
         AMX_OPEN()
-    k = key_rows(a, a.split, &a.k, b, g, a.sk, room)
-    v = key_rows(a, a.split, &a.v, b, g, a.sk, room + each)
-    kt = key_columns(a, &a.k, b, g, a.sk, room + 2*each) if a.split else turned(k)
+    k = key_rows(a, a.parts, &a.k, b, g, a.sk, room)
+    v = key_rows(a, a.parts, &a.v, b, g, a.sk, room + each)
+    kt = key_columns(a, &a.k, b, g, a.sk, room + 2*each) if a.parts else turned(k)
     memset(dk, 0, 2*size*sizeof(float))         # dv follows dk
     for h in range(g*group, (g + 1)*group):
         q0 = 0
         while q0 < a.sq:
-            backward_tile(a, b, h, q0, k, v, kt, dk, dv, room + (3 if a.split else 2)*each)
+            backward_tile(a, b, h, q0, k, v, kt, dk, dv, room + (3 if a.parts else 2)*each)
             q0 += TILE
-    if a.split:
+    if a.parts:
         AMX_CLOSE()
-    for i in range(a.sk):
-        scale_row(dk + i*a.wide, LN_2, at(&a.dk, b, i, g), a.dim)   # q carries scale/ln2
-        scale_row(dv + i*a.wide, 1, at(&a.dv, b, i, g), a.dim)
+    for i in range(a.sk):                       # q carries scale/ln2, or nothing
+        put(a, dk + i*a.wide, a.scale if a.parts == 1 else LN_2, &a.dk, b, i, g)
+        put(a, dv + i*a.wide, 1, &a.dv, b, i, g)
 
 
 def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dy, size_t dq,
-                       size_t dk, size_t dv, size_t dims, float scale):
+                       size_t dk, size_t dv, size_t dims, float scale, bint half=False):
     """dq, dk, dv (overwritten) from dy, the gradient of o, and the o and lse that `attention` left.
 
     dims as for `attention`, with the strides of q, k, v, o, dy, dq, dk, dv.  The three results
@@ -2961,14 +3544,14 @@ def attention_backward(size_t q, size_t k, size_t v, size_t o, size_t lse, size_
     """
     cdef Attention a
     cdef size_t[8] address = [q, k, v, o, dy, dq, dk, dv]
-    describe(&a, <const int64_t*>dims, address, 8, <float*>lse, scale)
+    describe(&a, <const int64_t*>dims, address, 8, <float*>lse, scale, half)
     cdef idx n = a.batch*a.kv_heads, t
     cdef int threads = most(1, least(n, attention_team(&a)))
     # Per thread: dk and dv; k, v and k^T; tiles of queries; p and ds; lse and delta; q and dy both
-    # ways, and p or ds, as operands
-    cdef idx size = (2*a.keys*a.wide + (3 if a.split else 2)*room_of(&a, a.keys*a.wide)
-                     + 3*TILE*a.wide + 2*KEYS*TILE + 2*TILE
-                     + 4*room_of(&a, TILE*a.wide) + room_of(&a, KEYS*TILE))
+    # ways, and p or ds, as operands; in bf16 p and twice ds
+    cdef idx size = (2*a.keys*a.wide + (3 if a.parts else 2)*room_in(a.parts, a.keys*a.wide)
+                     + 3*TILE*a.wide + 2*KEYS*TILE + 2*TILE + 4*room_in(a.parts, TILE*a.wide)
+                     + (3 if a.parts == 1 else 1)*room_in(a.parts, KEYS*TILE))
     cdef Buffer scratch = Buffer(threads*size*sizeof(float))
     cdef float* room = <float*>scratch.address
     cdef Tasks tasks
@@ -3056,7 +3639,7 @@ cdef void head_sums(const Head* h, idx r, idx tile, idx words, const Desk* d) no
             word = h.targets[q] - r*h.each - k0
             if 0 <= word < keys:
                 h.score[q] = d.s[word*TILE + q % TILE]
-        softmax_tile(d.s, top, total, d.fade, TILE, keys, FAR)
+        softmax_tile(d.s, top, total, d.fade, TILE, keys, FAR, 1, NULL)
         k0 += KEYS
 
 
@@ -3085,11 +3668,11 @@ cdef void head_gradients(const Head* h, idx r, idx tile, idx words, const Desk* 
         multiply(keys, TILE, h.dim, rows_from(d.w_rows, k0), d.xt, d.s, TILE, False, -FAR)
         weigh(h, tile, r*h.each + k0, keys, d.s)
         if h.dw != NULL:
-            multiply(keys, h.wide, rows, as_it_lies(d.s, TILE, 1), as_it_lies(d.x, 0, h.wide),
+            multiply(keys, h.wide, rows, operand(0, d.s, TILE, 1), operand(0, d.x, 0, h.wide),
                      d.dw + k0*h.wide, h.wide, True, -FAR)
         if h.dx != NULL:
-            multiply(h.dim, TILE, keys, as_it_lies(d.w + k0*h.wide, 1, h.wide),
-                     as_it_lies(d.s, 0, TILE), share, TILE, k0 > 0, -FAR)
+            multiply(h.dim, TILE, keys, operand(0, d.w + k0*h.wide, 1, h.wide),
+                     operand(0, d.s, 0, TILE), share, TILE, k0 > 0, -FAR)
         k0 += KEYS
 
 
@@ -3099,17 +3682,17 @@ cdef void head_range(const Head* h, idx r, bint gradients, float* room) noexcept
     cdef Desk d
     lay_desk(h, room, &d)
     AMX_OPEN()
-    stage(h.w + first*h.dim, h.dim, words, h.dim, LOG2_E, d.w, h.each, h.wide)
+    stage(<const float*>h.w + first*h.dim, h.dim, words, h.dim, LOG2_E, d.w, h.each, h.wide)
     if gradients:
         memset(d.dw, 0, h.each*h.wide*sizeof(float))
-    d.w_rows = left(WITH_AMX, d.w, h.wide, 1, h.each, h.dim, d.w_room)
+    d.w_rows = left(3*WITH_AMX, d.w, h.wide, 1, h.each, h.dim, d.w_room)
     for tile in range(h.tiles):
         q0 = tile*TILE
-        stage(h.x + q0*h.dim, h.dim, least(TILE, h.rows - q0), h.dim, 1, d.x, TILE, h.wide)
+        stage(<const float*>h.x + q0*h.dim, h.dim, least(TILE, h.rows - q0), h.dim, 1, d.x, TILE, h.wide)
         for i in range(least(TILE, h.rows - q0)):
             if h.targets[q0 + i] < 0:               # p is 0, which times NaN would not be
                 memset(d.x + i*h.wide, 0, h.wide*sizeof(float))
-        d.xt = right(WITH_AMX, d.x, h.wide, True, TILE, h.dim, d.xt_room)
+        d.xt = right(3*WITH_AMX, d.x, h.wide, True, TILE, h.dim, d.xt_room)
         if gradients:
             head_gradients(h, r, tile, words, &d)
         else:

@@ -181,7 +181,8 @@ if hasattr(os, "register_at_fork"):     # a forked child has no team: waiting fo
 
 # ---- 2. Tensor -----------------------------------------------------------------------------------
 
-# NumPy's type and the bytes of each dtype.  bf16 is storage only (the upper half of an fp32).
+# NumPy's type and the bytes of each dtype.  bf16 is the upper half of an fp32: what is stored; all
+# arithmetic is fp32.
 DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(np.uint16), "f64": np.dtype(np.float64),
           "i64": np.dtype(np.int64), "i32": np.dtype(np.int32), "u8": np.dtype(np.uint8)}
 ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
@@ -341,16 +342,24 @@ def need(true, name, why, *tensors):
 
 # ---- 3. The table --------------------------------------------------------------------------------
 
-# Parameters that are not of a row's own dtypes, whatever the row.
+# Parameters that are not of a row's own dtypes, whatever the row.  Weights, their gradients and what
+# rows keep of their sums are f32 also where activations are bf16.
 FIXED = {"tokens": ("i64",), "targets": ("i64",), "order": ("i64",), "blocks": ("f64",),
-         "hyper": ("f64",), "clip": ("f64",)}
+         "hyper": ("f64",), "clip": ("f64",)} | dict.fromkeys(
+             ("w", "dw", "cos", "sin", "q_weight", "k_weight", "dq_weight", "dk_weight", "rstd",
+              "lse"), ("f32",))
+FLOATS = ("f32", "bf16")
 
 
 class Row:
-    """One operation: a call checks dtypes and runs the implementation of the tensors' device."""
+    """One operation: a call checks dtypes and runs the implementation of the tensors' device.
 
-    def __init__(self, cpu, dtypes, bench, flops):
-        self.flops = flops
+    A row whose dtypes are FLOATS takes activations of both; if it `rounds`, bf16 is computed in f32
+    and the result rounded, as suits primitives.
+    """
+
+    def __init__(self, cpu, dtypes, bench, flops, rounds):
+        self.flops, self.rounds = flops, rounds
         self.name, self.doc, self.signature = cpu.__name__, cpu.__doc__, inspect.signature(cpu)
         self.cpu, self.cuda, self.dtypes, self.bench = cpu, None, dtypes, bench
         self.names, self.__doc__ = tuple(self.signature.parameters), cpu.__doc__
@@ -367,12 +376,21 @@ class Row:
         for value, wants in zip(args, self.wants):
             if isinstance(value, Tensor) and value.dtype not in wants:
                 self.refuse(value, wants)
-        if not kwargs and not DEBUG:
-            return self.cpu(*args)
         for name, value in kwargs.items():
             if isinstance(value, Tensor) and value.dtype not in FIXED.get(name, self.dtypes):
                 self.refuse(value, FIXED.get(name, self.dtypes))
-        return timed(self, args, kwargs) if DEBUG else self.cpu(*args, **kwargs)
+        run = self.rounded if self.rounds else self.cpu
+        return timed(self, run, args, kwargs) if DEBUG else run(*args, **kwargs)
+
+    def rounded(self, *args, **kwargs):
+        """The row in f32; bf16 if no f32 but single numbers went in (what comes of those is f32).
+        """
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        dtypes = {t.dtype for t in tensors if t.dtype in FLOATS and t.ndim}
+        wide = lambda t: cast(t, "f32") if isinstance(t, Tensor) and t.dtype == "bf16" else t
+        out = self.cpu(*map(wide, args), **{name: wide(t) for name, t in kwargs.items()})
+        back = lambda t: cast(t, "bf16") if dtypes == {"bf16"} and t.ndim else t
+        return tuple(map(back, out)) if isinstance(out, tuple) else back(out)
 
     def refuse(self, value, wants):
         """A tensor of another dtype than the row computes with."""
@@ -382,13 +400,14 @@ class Row:
 TABLE = {}
 
 
-def row(bench, dtypes=("f32",), flops=None):
+def row(bench, dtypes=("f32",), flops=None, rounds=False):
     """Decorator: enter a function into the table; bench() returns arguments of a typical size.
 
     flops(*args) counts the multiply-adds, times two, of a call, where it is products that cost.
+    rounds: see Row.
     """
     def enter(cpu):
-        TABLE[cpu.__name__] = Row(cpu, dtypes, bench, flops)
+        TABLE[cpu.__name__] = Row(cpu, dtypes, bench, flops, rounds)
         return TABLE[cpu.__name__]
     return enter
 
@@ -413,11 +432,11 @@ class Spent:
 SPENT, inside = {}, [0.0]           # lines by (name, shapes); seconds of the rows inside each open
 
 
-def timed(row, args, kwargs):
+def timed(row, run, args, kwargs):
     """A call of a row, on record."""
     inside.append(0.0)
     start = time.perf_counter()
-    out = row.cpu(*args, **kwargs)
+    out = run(*args, **kwargs)
     seconds = time.perf_counter() - start
     own = seconds - inside.pop()
     inside[-1] += seconds
@@ -536,43 +555,44 @@ def elementwise(name, kind, a, b):
     return out
 
 
-@row(lambda: (sample(4096, 1024), sample(1024)))
+@row(lambda: (sample(4096, 1024), sample(1024)), FLOATS, rounds=True)
 def add(a, b):
     """a + b, broadcasting."""
     return elementwise("add", core.ADD, a, b)
 
 
-@row(lambda: (sample(4096, 1024), sample(1024)))
+@row(lambda: (sample(4096, 1024), sample(1024)), FLOATS, rounds=True)
 def sub(a, b):
     """a - b, broadcasting."""
     return elementwise("sub", core.SUB, a, b)
 
 
-@row(lambda: (sample(4096, 1024), sample(1024)))
+@row(lambda: (sample(4096, 1024), sample(1024)), FLOATS, rounds=True)
 def mul(a, b):
     """a * b, broadcasting."""
     return elementwise("mul", core.MUL, a, b)
 
 
-@row(lambda: (sample(4096, 1024), sample(1024)))
+@row(lambda: (sample(4096, 1024), sample(1024)), FLOATS, rounds=True)
 def div(a, b):
     """a / b, broadcasting."""
     return elementwise("div", core.DIV, a, b)
 
 
-@row(lambda: (sample(4096, 1024), sample(4096, 1024)))
+@row(lambda: (sample(4096, 1024), sample(4096, 1024)), FLOATS)
 def accumulate(out, x):
     """out += x, both of one shape and any strides."""
     need(out.shape == x.shape, "accumulate", "shapes differ", out, x)
+    x = x if x.dtype == out.dtype else cast(x, out.dtype)
     if out.contiguous:
         x = packed(x)
-        core.axpy(1.0, x.ptr, out.ptr, x.size)
+        core.axpy(1.0, x.ptr, out.ptr, x.size, x.dtype == "bf16")
     else:
         copy(add(out, x), out)
     return out
 
 
-@row(lambda: (sample(4096, 1024), 2.0))
+@row(lambda: (sample(4096, 1024), 2.0), FLOATS, rounds=True)
 def scale(x, factor):
     """x * factor for a Python number."""
     x = packed(x)
@@ -581,11 +601,14 @@ def scale(x, factor):
     return out
 
 
-@row(lambda: (sample(4096, 1024), 0.0))
+@row(lambda: (sample(4096, 1024), 0.0), FLOATS)
 def fill(out, value):
-    """Every element of a contiguous f32 tensor := value."""
+    """Every element of a contiguous tensor := value."""
     need(out.contiguous, "fill", "not contiguous", out)
-    core.fill(out.ptr, value, out.size)
+    if out.dtype == "bf16":
+        out.array()[...] = cast(tensor(np.float32(value)), "bf16").array()
+    else:
+        core.fill(out.ptr, value, out.size)
     return out
 
 
@@ -605,43 +628,43 @@ def activation_backward(kind, dy, x):
     return dx
 
 
-@row(lambda: (sample(4096, 1024),))
+@row(lambda: (sample(4096, 1024),), FLOATS, rounds=True)
 def silu(x):
     """x * sigmoid(x)."""
     return activation(core.SILU, x)
 
 
-@row(lambda: (sample(4096, 1024), sample(4096, 1024)))
+@row(lambda: (sample(4096, 1024), sample(4096, 1024)), FLOATS, rounds=True)
 def silu_backward(dy, x):
     """dy * sigmoid(x) * (1 + x * (1 - sigmoid(x)))."""
     return activation_backward(core.SILU, dy, x)
 
 
-@row(lambda: (sample(4096, 1024),))
+@row(lambda: (sample(4096, 1024),), FLOATS, rounds=True)
 def gelu(x):
     """x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016)."""
     return activation(core.GELU, x)
 
 
-@row(lambda: (sample(4096, 1024), sample(4096, 1024)))
+@row(lambda: (sample(4096, 1024), sample(4096, 1024)), FLOATS, rounds=True)
 def gelu_backward(dy, x):
     """dy * gelu'(x)."""
     return activation_backward(core.GELU, dy, x)
 
 
-@row(lambda: (sample(4096, 1024),))
+@row(lambda: (sample(4096, 1024),), FLOATS, rounds=True)
 def exp(x):
     """e^x to 2 ulp; 0 below -87.3, inf above 88.7, NaN kept."""
     return activation(core.EXP, x)
 
 
-@row(lambda: (sample(4096, 1024), sample(4096, 1024)))
+@row(lambda: (sample(4096, 1024), sample(4096, 1024)), FLOATS, rounds=True)
 def exp_backward(dy, x):
     """dy * e^x."""
     return activation_backward(core.EXP, dy, x)
 
 
-@row(lambda: (sample(4096, 1024), (1,)))
+@row(lambda: (sample(4096, 1024), (1,)), FLOATS, rounds=True)
 def sum(x, axes):
     """The sum over a tuple of axes (non-negative, distinct), which disappear."""
     kept = [i for i in range(x.ndim) if i not in axes]
@@ -652,7 +675,7 @@ def sum(x, axes):
     return out
 
 
-@row(lambda: (sample(4096, 1024),))
+@row(lambda: (sample(4096, 1024),), FLOATS, rounds=True)
 def softmax(x):
     """Over the last axis, the maximum subtracted."""
     need(x.ndim and x.shape[-1], "softmax", "wants [..., at least one class], got", x)
@@ -662,7 +685,7 @@ def softmax(x):
     return out
 
 
-@row(lambda: (sample(4096, 1024), softmax(sample(4096, 1024))))
+@row(lambda: (sample(4096, 1024), softmax(sample(4096, 1024))), FLOATS, rounds=True)
 def softmax_backward(dy, y):
     """y * (dy - sum(dy * y)), from the result y."""
     dy, y = packed(dy), packed(y)
@@ -701,12 +724,13 @@ def sum_outer(steps):
 
 
 @row(lambda: (sample(1024, 1024), sample(1024, 1024)),
-     flops=lambda a, b, *_: 2*max(a.size*b.shape[-1], b.size*a.shape[-2]))
+     FLOATS, lambda a, b, *_: 2*max(a.size*b.shape[-1], b.size*a.shape[-2]))
 def matmul(a, b, out=None, acc=False):
     """a [..., m, k] @ b [..., k, n] -> [..., m, n]; batch axes broadcast.
 
     `out` is a tensor to write to (acc: to add to), with contiguous rows.  Transposed views are read
     in place, so that C = op(A) op(B) also covers a product's gradients: dA = dC B^T, dB = A^T dC.
+    If any of the three is bf16, operands that are not are rounded to it; sums are f32.
     """
     left, right = a.shape, b.shape      # looked up once: half of a product of 64^3 is Python
     if len(left) < 2 or len(right) < 2 or left[-1] != right[-2]:
@@ -714,21 +738,43 @@ def matmul(a, b, out=None, acc=False):
     m, n, k = left[-2], right[-1], left[-1]
     batch = broadcast("matmul", a, b, skip=2) if len(left) + len(right) > 4 else ()
     shape = (*batch, m, n) if batch else (m, n)
-    out = empty(shape, "f32", a.device) if out is None else out
+    if out is None:
+        out = empty(shape, "bf16" if "bf16" in (a.dtype, b.dtype) else "f32", a.device)
     if out.shape != shape or (n > 1 and out.strides[-1] != 1):
         need(False, "matmul", f"the result is {shape} with contiguous rows, not", out)
     (a, lda, ta), (b, ldb, tb), ldc = operand(a), operand(b), out.strides[-2] if m > 1 else n
     if not batch or math.prod(batch) == 1:
+        half = 0 if a.dtype == b.dtype == out.dtype == "f32" else halves(a, b, out)
         core.gemm(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc,
-                  0 if b.storage.packs is None else packed_weight(b, ldb, tb, m, n, k))
+                  0 if b.storage.packs is None else packed_weight(b, ldb, tb, m, n, k, half), 0, 0,
+                  0, 0, 0, 0, 1, 1.0, half)
     else:
         at = np.stack([starts(t, batch) for t in (a, b, out)], 1)
         core.gemm_batch(a.ptr, lda, ta, b.ptr, ldb, tb, out.ptr, ldc, m, n, k, acc, len(at),
-                        at.ctypes.data)
+                        at.ctypes.data, halves(a, b, out))
     return out
 
 
-def packed_weight(b, ldb, tb, m, n, k):
+def halves(a, b, c):
+    """Which arrays of a product are bf16, as the core's flags; 0 for a product in f32."""
+    return ((core.HALF_A if a.dtype == "bf16" else 0) | (core.HALF_B if b.dtype == "bf16" else 0)
+            | (core.HALF_C if c.dtype == "bf16" else 0))
+
+
+def half_weight(w):
+    """w in bf16; the copy of a weight is kept until its version changes.
+
+    Products of few rows, a token's, read weights in place: half the bytes are half the time.
+    """
+    packs, key = w.storage.packs, ("bf16", w.offset, w.shape, w.strides)
+    if packs is None:
+        return cast(w, "bf16")
+    if key not in packs or packs[key][0] != w.version:
+        packs[key] = w.version, cast(w, "bf16")
+    return packs[key][1]
+
+
+def packed_weight(b, ldb, tb, m, n, k, half):
     """Address of op(b) [k, n] packed for products, if b is a weight that is used again; else 0.
 
     A first use packs as it goes.  The second use of a version shows that there are several
@@ -738,17 +784,17 @@ def packed_weight(b, ldb, tb, m, n, k):
     packs = b.storage.packs
     if packs is None or m < 16:
         return 0
-    key, version = (b.offset, ldb, tb, n, k), b.version
+    key, version = (b.offset, ldb, tb, n, k, half > 0), b.version
     if key not in packs or packs[key][0] != version:
         packs[key] = version, None
         return 0
     if packs[key][1] is None:
-        packs[key] = version, core.Buffer(core.pack_room(n, k))
-        core.pack_b(b.ptr, ldb, tb, packs[key][1].address, n, k)
+        packs[key] = version, core.Buffer(core.pack_room(n, k, half))
+        core.pack_b(b.ptr, ldb, tb, packs[key][1].address, n, k, half)
     return packs[key][1].address
 
 
-@row(lambda: (sample(4096, 1000), ids(4096)))
+@row(lambda: (sample(4096, 1000), ids(4096)), FLOATS, rounds=True)
 def cross_entropy(logits, targets):
     """Mean over targets >= 0 of logsumexp(row) - row[target], 0-d -> (loss, dlogits)."""
     rows, cols = flat2(packed(logits)).shape
@@ -776,25 +822,26 @@ def check_ids(name, tokens, below, lowest=0):
 # ---- 5. The model's rows -------------------------------------------------------------------------
 
 @row(lambda: (ids(8, 512), sample(1000, 512)))
-def embed(tokens, w):
-    """w[tokens]: ids [...] and w [vocab, dim] -> [..., dim]."""
+def embed(tokens, w, dtype="f32"):
+    """w[tokens]: ids [...] and w [vocab, dim] -> [..., dim] of the dtype."""
     check_ids("embed", tokens, w.shape[0])
     tokens, w = packed(tokens), packed(w)
-    out = empty((*tokens.shape, w.shape[1]), "f32", w.device)
-    core.embed(tokens.ptr, w.ptr, out.ptr, tokens.size, w.shape[1])
+    out = empty((*tokens.shape, w.shape[1]), dtype, w.device)
+    core.embed(tokens.ptr, w.ptr, out.ptr, tokens.size, w.shape[1], dtype == "bf16")
     return out
 
 
-@row(lambda: (sample(4096, 512), ids(4096), argsort(ids(4096)), zeros((1000, 512))))
-def embed_backward(dy, tokens, order, out):
-    """out[token] += rows of dy, by token in `order`, the stable argsort of the tokens."""
-    need(order.size == tokens.size and dy.size == tokens.size*out.shape[-1], "embed_backward",
-         "dy, order, tokens and out do not fit", dy, order, tokens, out)
+@row(lambda: (sample(4096, 512), ids(4096), argsort(ids(4096)), zeros((1000, 512))), FLOATS)
+def embed_backward(dy, tokens, order, dw):
+    """dw[token] += rows of dy, by token in `order`, the stable argsort of the tokens."""
+    need(order.size == tokens.size and dy.size == tokens.size*dw.shape[-1], "embed_backward",
+         "dy, order, tokens and dw do not fit", dy, order, tokens, dw)
     check_ids("embed_backward", order, tokens.size)
-    check_ids("embed_backward", tokens, out.shape[0])
+    check_ids("embed_backward", tokens, dw.shape[0])
     dy, tokens, order = packed(dy), packed(tokens), packed(order)
-    core.embed_backward(tokens.ptr, order.ptr, dy.ptr, out.ptr, tokens.size, out.shape[1])
-    return out
+    core.embed_backward(tokens.ptr, order.ptr, dy.ptr, dw.ptr, tokens.size, dw.shape[1],
+                        dy.dtype == "bf16")
+    return dw
 
 
 def argsort(tokens):
@@ -802,7 +849,15 @@ def argsort(tokens):
     return tensor(np.argsort(tokens.array().reshape(-1), kind="stable"))
 
 
-@row(lambda: (sample(4096, 512), sample(4096, 512), sample(512)))
+def alike(name, *tensors):
+    """TypeError unless the tensors (or None) are of one dtype; is that bf16?"""
+    dtypes = {t.dtype for t in tensors if t is not None}
+    if len(dtypes) > 1:
+        raise TypeError(f"{name}: wants activations of one dtype, got {' and '.join(dtypes)}")
+    return dtypes == {"bf16"}
+
+
+@row(lambda: (sample(4096, 512), sample(4096, 512), sample(512)), FLOATS)
 def add_rmsnorm(x, residual, w, eps=1e-6):
     """total = x + residual; y = total / sqrt(mean(total^2) + eps) * w (Zhang and Sennrich, 2019).
 
@@ -811,28 +866,30 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
     """
     need(w.shape == x.shape[-1:], "add_rmsnorm", "wants [..., dim] and a weight [dim], got", x, w)
     need(residual is None or residual.shape == x.shape, "add_rmsnorm", "shapes differ", x, residual)
+    half = alike("add_rmsnorm", x, residual)
     x, w = packed(x), packed(w)
     rows, dim = flat2(x).shape
-    total = x if residual is None else empty(x.shape, "f32", x.device)
-    y, rstd = empty(x.shape, "f32", x.device), empty((rows,), "f32", x.device)
+    total = x if residual is None else empty(x.shape, x.dtype, x.device)
+    y, rstd = empty(x.shape, x.dtype, x.device), empty((rows,), "f32", x.device)
     residual = None if residual is None else packed(residual)
     core.add_rmsnorm(x.ptr, address(residual), w.ptr, 0 if residual is None else total.ptr, y.ptr,
-                     rstd.ptr, rows, dim, eps)
+                     rstd.ptr, rows, dim, eps, half)
     return total, y, rstd
 
 
 @row(lambda: (sample(4096, 512), None, sample(4096, 512), sample(512), sample(4096),
-              zeros((4096, 512)), True, zeros((512,))))
+              zeros((4096, 512)), True, zeros((512,))), FLOATS)
 def add_rmsnorm_backward(dy, dtotal, total, w, rstd, out, acc, dw):
     """out := d(total) through the norm, plus dtotal unless None; added to out if acc.
 
     dw [dim], unless None, has the weight's gradient added to it.
     """
+    half = alike("add_rmsnorm_backward", dy, dtotal, total, out)
     dy, total, w = packed(dy), packed(total), packed(w)
     dtotal = None if dtotal is None else packed(dtotal)
     rows, dim = flat2(total).shape
     core.add_rmsnorm_backward(dy.ptr, address(dtotal), total.ptr, w.ptr, rstd.ptr, out.ptr, acc,
-                              address(dw), rows, dim)
+                              address(dw), rows, dim, half)
     return out
 
 
@@ -866,19 +923,20 @@ NO_DROPOUT = Dropout(0.0, 0, 0, 0)
 
 
 @row(lambda: (sample(8, 512, 512), sample(512, 512), sample(8, 512, 512), Dropout(0.1, 1, 0, 0)),
-     flops=lambda x, w, *_: 2*x.size*w.shape[0])
-def linear(x, w, residual=None, dropout=None):
+     FLOATS, lambda x, w, *_: 2*x.size*w.shape[0])
+def linear(x, w, residual=None, dropout=None, dtype=None):
     """residual + dropout(x w^T): x [..., in], w [out, in], residual [..., out] -> [..., out].
 
     Dropout and residual are applied while the product's block is in cache.  With dropout x is
-    [batch, seq, in].
+    [batch, seq, in].  dtype: of the result, by default x's.
     """
     need(w.ndim == 2 and x.ndim and x.shape[-1] == w.shape[1], "linear",
          "wants [..., in] and [out, in], got", x, w)
     need(dropout is None or x.ndim == 3, "linear", "dropout wants [batch, seq, in], got", x)
-    out = empty((*x.shape[:-1], w.shape[0]), "f32", x.device)
+    out = empty((*x.shape[:-1], w.shape[0]), dtype or x.dtype, x.device)
     need(residual is None or residual.shape == out.shape, "linear", "product and residual differ",
          out, residual)
+    alike("linear", out, residual)
     residual, how = None if residual is None else packed(residual), dropout or NO_DROPOUT
     product(x, w, out, 0, address(residual), how.threshold, how.seed, how.first_sequence, how.site,
             x.shape[-2] if x.ndim > 1 else 1, how.keep_scale)
@@ -887,24 +945,26 @@ def linear(x, w, residual=None, dropout=None):
 
 def product(x, w, out, *epilogue):
     """out = x w^T by the core, with what its gemm takes from `h` on."""
-    (w, ldw, tw), x = operand(w), packed(x)
-    (n, k), m = w.shape, math.prod(x.shape[:-1])
+    m = math.prod(x.shape[:-1])
+    w = half_weight(w) if x.dtype == "bf16" and m < 16 else w
+    (w, ldw, tw), x, half = operand(w), packed(x), halves(x, w, out)
+    n, k = w.shape
     core.gemm(x.ptr, k, False, w.ptr, ldw, not tw, out.ptr, n, m, n, k, False,
-              packed_weight(w, ldw, not tw, m, n, k), *epilogue)
+              packed_weight(w, ldw, not tw, m, n, k, half), *epilogue, half=half)
 
 
-@row(lambda: (sample(8, 512, 512), Dropout(0.1, 1, 0, 0)))
+@row(lambda: (sample(8, 512, 512), Dropout(0.1, 1, 0, 0)), FLOATS)
 def dropout(x, how):
     """x * mask / (1 - p) for x [batch, seq, dim]; applied to dy it is its own backward."""
     need(x.ndim == 3, "dropout", "wants [batch, seq, dim], got", x)
     x = packed(x)
-    out = empty(x.shape, "f32", x.device)
+    out = empty(x.shape, x.dtype, x.device)
     core.dropout(x.ptr, out.ptr, *x.shape, how.first_sequence, how.site, how.seed, how.threshold,
-                 how.keep_scale)
+                 how.keep_scale, x.dtype == "bf16")
     return out
 
 
-@row(lambda: (sample(8, 512, 16*32), *cos_sin(512, 32), 8, 4, sample(32), sample(32)))
+@row(lambda: (sample(8, 512, 16*32), *cos_sin(512, 32), 8, 4, sample(32), sample(32)), FLOATS)
 def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, eps=1e-6):
     """RMSNorm of each q and k head (with weights), then RoPE (Su et al., 2021).
 
@@ -925,23 +985,24 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
         need(w is None or w.shape == (head_dim,), "qk_norm_rope", "a weight wants [head_dim] for",
              w, qkv)
     qkv, cos, sin = packed(qkv), packed(cos), packed(sin)
-    out = empty((B, S, parts, head_dim), "f32", qkv.device)
+    out = empty((B, S, parts, head_dim), qkv.dtype, qkv.device)
     rstd = None if q_weight is None else empty((B*S, heads + kv_heads), "f32", qkv.device)
     core.qk_norm_rope(qkv.ptr, out.ptr, address(q_weight), address(k_weight), cos.ptr, sin.ptr,
-                      address(rstd), B*S, S, heads, kv_heads, head_dim, eps)
+                      address(rstd), B*S, S, heads, kv_heads, head_dim, eps, qkv.dtype == "bf16")
     return out, rstd
 
 
 @row(lambda: (sample(8, 512, 16, 32), sample(8, 512, 16*32), *cos_sin(512, 32), 8, 4, sample(32),
-              sample(32), sample(4096, 12), zeros((32,)), zeros((32,))))
+              sample(32), sample(4096, 12), zeros((32,)), zeros((32,))), FLOATS)
 def qk_norm_rope_backward(dout, qkv, cos, sin, heads, kv_heads, q_weight, k_weight, rstd,
                           dq_weight, dk_weight):
     """dout [batch, seq, heads + 2 kv_heads, head_dim] := d(qkv), in place; += for the weights."""
     B, S, parts, head_dim = dout.shape
+    half = alike("qk_norm_rope_backward", dout, qkv)
     qkv, cos, sin = packed(qkv), packed(cos), packed(sin)
     core.qk_norm_rope_backward(dout.ptr, qkv.ptr, address(q_weight), address(k_weight),
                                address(dq_weight), address(dk_weight), cos.ptr, sin.ptr,
-                               address(rstd), B*S, S, heads, kv_heads, head_dim)
+                               address(rstd), B*S, S, heads, kv_heads, head_dim, half)
     return dout
 
 
@@ -979,7 +1040,7 @@ def lanes(t):
 
 
 @row(lambda: (sample(8, 512, 8, 64), sample(8, 512, 4, 64), sample(8, 512, 4, 64), 0.125),
-     flops=lambda q, k, *_: 4*q.size*(k.shape[1] - q.shape[1]//2))
+     FLOATS, lambda q, k, *_: 4*q.size*(k.shape[1] - q.shape[1]//2))
 def attention(q, k, v, scale):
     """Causal softmax(scale q k^T) v in tiles (FlashAttention-2; Dao, 2023).
 
@@ -988,16 +1049,17 @@ def attention(q, k, v, scale):
     [batch, heads, Sq], the logsumexp of each row of scores).
     """
     check_heads("attention", q, k, v)
+    half = alike("attention", q, k, v)
     q, k, v = lanes(q), lanes(k), lanes(v)
     B, S, H, D = q.shape
-    out, lse = empty(q.shape, "f32", q.device), empty((B, H, S), "f32", q.device)
+    out, lse = empty(q.shape, q.dtype, q.device), empty((B, H, S), "f32", q.device)
     dims, at = head_layout(q, k, v, out)
-    core.attention(q.ptr, k.ptr, v.ptr, out.ptr, lse.ptr, at, scale)
+    core.attention(q.ptr, k.ptr, v.ptr, out.ptr, lse.ptr, at, scale, half)
     return out, lse
 
 
 @row(lambda: (sample(2, 512, 4, 64),)*5 + (sample(2, 4, 512), 0.125) + (zeros((2, 512, 4, 64)),)*3,
-     flops=lambda do, q, k, *_: 10*q.size*(k.shape[1] - q.shape[1]//2))
+     FLOATS, lambda do, q, k, *_: 10*q.size*(k.shape[1] - q.shape[1]//2))
 def attention_backward(do, q, k, v, o, lse, scale, dq, dk, dv):
     """dq, dk, dv := the gradients, with the weights computed again from L, tile by tile.
 
@@ -1005,14 +1067,16 @@ def attention_backward(do, q, k, v, o, lse, scale, dq, dk, dv):
     """
     for d, like in ((do, q), (o, q), (dq, q), (dk, k), (dv, v)):
         need(d.shape == like.shape, "attention_backward", "a gradient wants the shape of", like, d)
+    half = alike("attention_backward", do, q, k, v, o, dq, dk, dv)
     do, q, k, v = lanes(do), lanes(q), lanes(k), lanes(v)
     dims, at = head_layout(q, k, v, o, do, dq, dk, dv)
     core.attention_backward(q.ptr, k.ptr, v.ptr, o.ptr, lse.ptr, do.ptr, dq.ptr, dk.ptr, dv.ptr, at,
-                            scale)
+                            scale, half)
     return dq, dk, dv
 
 
-@row(lambda: (sample(4096, 512), sample(2*1365, 512)), flops=lambda x, w: 2*x.size*w.shape[0])
+@row(lambda: (sample(4096, 512), sample(2*1365, 512)), FLOATS,
+     lambda x, w: 2*x.size*w.shape[0])
 def gate_up_swiglu(x, w):
     """silu(x gate^T) * (x up^T) for w [2*ffn, in] = gate rows, then up rows (Shazeer, 2020).
 
@@ -1020,26 +1084,27 @@ def gate_up_swiglu(x, w):
     """
     need(w.ndim == 2 and w.shape[0] % 2 == 0 and x.shape[-1] == w.shape[1], "gate_up_swiglu",
          "wants [..., in] and [2*ffn, in], got", x, w)
-    gu = empty((*x.shape[:-1], w.shape[0]), "f32", x.device)
-    h = empty((*x.shape[:-1], w.shape[0]//2), "f32", x.device)
+    gu = empty((*x.shape[:-1], w.shape[0]), x.dtype, x.device)
+    h = empty((*x.shape[:-1], w.shape[0]//2), x.dtype, x.device)
     product(x, w, gu, h.ptr)
     return h, gu
 
 
-@row(lambda: (sample(4096, 2*1365),))
+@row(lambda: (sample(4096, 2*1365),), FLOATS)
 def swiglu(gu):
     """silu(gate) * up of gu [..., 2*ffn] = gate | up -> h [..., ffn], bit by bit the product's."""
     gu = packed(gu)
-    h = empty((*gu.shape[:-1], gu.shape[-1]//2), "f32", gu.device)
-    core.swiglu(gu.ptr, h.ptr, gu.size//max(1, gu.shape[-1]), h.shape[-1])
+    h = empty((*gu.shape[:-1], gu.shape[-1]//2), gu.dtype, gu.device)
+    core.swiglu(gu.ptr, h.ptr, gu.size//max(1, gu.shape[-1]), h.shape[-1], gu.dtype == "bf16")
     return h
 
 
-@row(lambda: (sample(4096, 1365), sample(4096, 2*1365)))
+@row(lambda: (sample(4096, 1365), sample(4096, 2*1365)), FLOATS)
 def swiglu_backward(dh, gu):
     """gu := d(gu), in place, from dh [..., ffn] and gu [..., 2*ffn] = gate | up."""
+    half = alike("swiglu_backward", dh, gu)
     dh = packed(dh)
-    core.swiglu_backward(gu.ptr, dh.ptr, dh.size//dh.shape[-1], dh.shape[-1])
+    core.swiglu_backward(gu.ptr, dh.ptr, dh.size//dh.shape[-1], dh.shape[-1], half)
     gu.storage.version += 1
     return gu
 
@@ -1057,7 +1122,7 @@ def narrow_flops(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None
     return 2*x.size*vocab*(4 if dx or dw else 1) if x.shape[1] <= NARROW else 0
 
 
-@row(lambda: (sample(2048, 256), sample(1024, 256), ids(2048), 2048, 1000), flops=narrow_flops)
+@row(lambda: (sample(2048, 256), sample(1024, 256), ids(2048), 2048, 1000), FLOATS, narrow_flops)
 def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
     """Cross-entropy of the head in chunks of rows: the [rows, vocab] logits never exist.
 
@@ -1071,8 +1136,8 @@ def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
     need(1 <= vocab <= w.shape[0], "head_loss", f"a vocabulary of {vocab} does not fit", w)
     for place, like in ((dx, x), (dw, w)):
         need(not place or (place[0].shape == like.shape and place[0].contiguous
-                           and place[0].dtype == "f32"), "head_loss",
-             "a gradient wants contiguous f32 like", like, place and place[0])
+                           and place[0].dtype == like.dtype), "head_loss",
+             f"a gradient wants contiguous {like.dtype} like", like, place and place[0])
     x, w, targets = packed(x), packed(w), packed(targets)
     (rows, dim), padded = x.shape, w.shape[0]
     head = narrow_head if dim <= NARROW else wide_head
@@ -1093,9 +1158,12 @@ def head_loss(x, w, targets, denominator, vocab, weight=1.0, dx=None, dw=None):
 def wide_head(x, w, targets, losses, vocab, scale, dx, dw):
     """A chunk of head_loss (targets, losses: addresses); its logits become their gradient."""
     rows, padded = x.shape[0], w.shape[0]
-    logits = matmul(x, transposed(w))
+    half = x.dtype == "bf16"
+    logits = matmul(x, transposed(w), empty((rows, padded), "f32", x.device))
     core.cross_entropy(logits.ptr, padded, targets, losses, rows, vocab, scale, bool(dx or dw),
-                       padded)
+                       padded, half)
+    if half:                            # the gradient lies in the first half of each row
+        logits = Tensor(logits.storage, logits.shape, (2*padded, 1), 0, "bf16")
     if dx:
         matmul(logits, w, *dx)
     if dw:
@@ -1104,6 +1172,12 @@ def wide_head(x, w, targets, losses, vocab, scale, dx, dw):
 
 def narrow_head(x, w, targets, losses, vocab, scale, dx, dw):
     """A chunk of head_loss (targets, losses: addresses) whose logits are never stored."""
+    if x.dtype == "bf16":
+        place = empty(x.shape, "f32", x.device) if dx else None
+        narrow_head(cast(x, "f32"), w, targets, losses, vocab, scale, dx and (place, False), dw)
+        if dx:
+            accumulate(dx[0], place) if dx[1] else copy(cast(place, "bf16"), dx[0])
+        return
     (out, add), (out_w, add_w) = dx or (None, False), dw or (None, False)
     core.head_loss(x.ptr, w.ptr, targets, losses, *x.shape, w.shape[0], vocab, scale, address(out),
                    add, address(out_w), add_w)

@@ -242,13 +242,13 @@ class Arena:
 class Cache:
     """Keys and values of the positions so far, in one tensor made once: what generating reads.
 
-    kv f32 [layers, 2, batch, kv_heads, room, head_dim]; a head's keys are one run of memory, which
-    attention reads by stride.  `length` of `room` positions are filled.
+    kv [layers, 2, batch, kv_heads, room, head_dim] of the model's dtype; a head's keys are one run
+    of memory, which attention reads by stride.  `length` of `room` positions are filled.
     """
 
-    def __init__(self, config, batch, room, device="cpu"):
+    def __init__(self, config, batch, room, device="cpu", dtype="f32"):
         c = config
-        self.kv = T.empty((c.layers, 2, batch, c.kv_heads, room, c.head_dim), device=device)
+        self.kv = T.empty((c.layers, 2, batch, c.kv_heads, room, c.head_dim), dtype, device)
         self.batch, self.room, self.length = batch, room, 0
 
     def slots(self, layer, which, batch, start, end):
@@ -283,8 +283,8 @@ class Decoder:
     """
 
     def __init__(self, config, device="cpu", dtype="f32", seed=0):
-        if dtype != "f32":
-            raise ValueError(f"dtype {dtype!r}: this build of xtrain computes in 'f32'")
+        if dtype not in T.FLOATS:
+            raise ValueError(f"dtype {dtype!r}: wants 'f32' or 'bf16'")
         self.config, self.device, self.dtype = config, device, dtype
         self.seed, self.training = seed, True
         self.arena = Arena(config, device)
@@ -364,7 +364,7 @@ class Decoder:
         With a cache the tokens come after those that it holds (under no_grad: it has no gradient).
         """
         w = self.arena.physical
-        x = A.embed(tokens, w["embed"], order)
+        x = A.embed(tokens, w["embed"], order, self.dtype)
         for i in range(self.config.layers):
             run = self.block(i, first_sequence, cache)
             x = A.recompute(run, x) if self.config.recompute else run(x)
@@ -377,11 +377,12 @@ class Decoder:
     def __call__(self, tokens):
         """Logits [batch, seq, vocab_size] of tokens [batch, seq]."""
         tokens = self.ids("tokens", tokens)
-        return A.linear(self.hidden(tokens), self.head())[..., :self.config.vocab_size]
+        logits = A.linear(self.hidden(tokens), self.head(), dtype="f32")
+        return logits[..., :self.config.vocab_size]
 
     def cache(self, batch, length):
         """A Cache for `batch` sequences of at most `length` tokens; give it to `decode`."""
-        return Cache(self.config, batch, length, self.device)
+        return Cache(self.config, batch, length, self.device, self.dtype)
 
     def decode(self, tokens, cache):
         """Logits [batch, vocab_size] after the last of tokens [batch, n], which follow the cached.
@@ -399,7 +400,8 @@ class Decoder:
         with A.no_grad():
             last = self.hidden(tokens, cache=cache)[:, -1]
             cache.length += n
-            return A.linear(last, self.head())[..., :self.config.vocab_size]
+            logits = A.linear(last, self.head(), dtype="f32")
+            return logits[..., :self.config.vocab_size]
 
     def loss(self, tokens, targets, order=None, first_sequence=0, denominator=None, now=False):
         """Mean cross-entropy over counted targets, a 0-d tensor: call backward() on it.
@@ -1449,13 +1451,13 @@ def machine(device="auto", dtype="auto", threads=None):
     """The Machine that --device, --dtype and --threads mean; Refused if it is not there."""
     if device == "cuda":
         raise Refused("--device cuda: this version of xtrain has no CUDA kernels: use --device cpu")
-    if dtype == "bf16":
-        raise Refused("--dtype bf16: this version of xtrain computes in f32: use --dtype f32")
+    if dtype == "auto":
+        dtype = "f32"
     if threads is not None:
         T.set_threads(threads)
     count = T.threads()
     name = f"cpu ({T.ISA}, {count} thread{'s' if count > 1 else ''})"
-    return Machine("cpu", "f32", f"cpu {T.ISA}", name, T.peak_flops())
+    return Machine("cpu", dtype, f"cpu {T.ISA}", name, T.peak_flops())
 
 
 def peak_memory():
