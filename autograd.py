@@ -184,9 +184,9 @@ def tracked(t):
     return t is not None and (t.requires_grad or t.node is not None)
 
 
-# Outputs below this many elements, 2 MB, are kept even if they can be made again: a model with rows
-# that small needs no memory saved, and making them again takes nano 6 % of a step.
-KEEP_BELOW = 1 << 19
+# Outputs below this many bytes are kept even if they can be made again: a model with rows that small
+# needs no memory saved, and making them again takes nano 6 % of a step.
+KEEP_BELOW = 1 << 22
 
 
 def saved(*tensors):
@@ -195,7 +195,8 @@ def saved(*tensors):
     Outputs of an operation that can make them again are not held: it will run once for all of them.
     They are if someone has written to them since (their memory is new, and starts at version 0).
     """
-    node, size = tensors[0].node, builtins.sum(t.size for t in tensors)
+    node = tensors[0].node
+    size = builtins.sum(t.size*T.ITEMSIZE[t.dtype] for t in tensors)
     if (node is None or node.again is None or size < KEEP_BELOW
             or any(t.node is not node or t.version for t in tensors)):
         return lambda: tensors
@@ -459,7 +460,7 @@ def sum(x, axis=None, keepdims=False):
     axes = axes_of(x, axis, "sum")
     kept = tuple(1 if i in axes else n for i, n in enumerate(x.shape))   # as with keepdims
     out = T.sum(x, axes)
-    out = out.view(kept) if keepdims else out
+    out = T.cast(out, x.dtype).view(kept) if keepdims else out
 
     def backward(g, sink):
         sink.give(T.copy(T.expand(T.packed(g).view(kept), x.shape, "sum")))

@@ -24,7 +24,7 @@ the same bits for any number of threads.  Kernels are `noexcept nogil`; constant
 """
 from cython.parallel cimport parallel, prange, threadid
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.math cimport INFINITY, exp2, fabsf, log, logf, sqrt, sqrtf
+from libc.math cimport INFINITY, exp2, log, logf, sqrt, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -68,15 +68,26 @@ cdef extern from *:
     typedef unsigned u32a __attribute__((may_alias));
     #define VZERO ((vf){0})
     #define HZERO ((vh){0})
-    #if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+    #if defined(__AVX512F__)
     #include <immintrin.h>
     #endif
     /* VL bf16 as fp32, and back, rounded to nearest even; a NaN stays one (see to_bf16) */
+    #if defined(__AVX512F__)
+    #define WIDEN(h) ((vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)(h)), 16))
+    #else
     #define WIDEN(h) ((vf)(__builtin_convertvector(h, vu) << 16))
+    #endif
     #if defined(__AVX512BF16__)
     enum { WITH_DOT = 1 };
     #define NARROW(x) ((vh)_mm512_cvtneps_pbh((__m512)(x)))
     #define ROUND(x) WIDEN(NARROW(x))
+    /* words of two, x below y, rounded: both at once come one after the other */
+    static inline vf PAIRS(vf x, vf y) {
+        const vh zip = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+        const __m512i order = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)zip),
+            _mm256_add_epi16((__m256i)zip, _mm256_set1_epi16(8)), 1);
+        return (vf)_mm512_permutexvar_epi16(order,
+            (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x)); }
     /* fp32 sums += products of pairs of bf16, each pair in a word */
     #define DOT(s, x, y) ((vf)_mm512_dpbf16_ps((__m512)(s), (__m512bh)(x), (__m512bh)(y)))
     #else
@@ -86,6 +97,7 @@ cdef extern from *:
         return (vf)(((u + 0x7fffu + ((u >> 16) & 1)) & 0xffff0000u & ~nan)
                     | ((upper | 0x400000u) & nan)); }
     #define NARROW(x) __builtin_convertvector((vu)ROUND(x) >> 16, vh)
+    #define PAIRS(x, y) PAIR(ROUND(x), ROUND(y))
     #define DOT(s, x, y) ((s) + LOWER(x)*LOWER(y) + UPPER(x)*UPPER(y))
     #endif
     /* lane-wise a > b ? a : b (b where either is NaN): an instruction, which gcc does not see */
@@ -163,8 +175,21 @@ cdef extern from *:
     /* the halves of words, which are bf16, as fp32; two of these in one word, x below y */
     #define UPPER(x) ((vf)((vu)(x) & 0xffff0000u))
     #define LOWER(x) ((vf)((vu)(x) << 16))
+    /* 1/x for normal x.  AVX-512: 14 bits and a step of Newton's, 1 ulp, in 5 instead of 16 cycles */
+    #if defined(__AVX512F__)
+    static inline vf RECIPROCAL(vf x) {
+        vf r = (vf)_mm512_rcp14_ps((__m512)x); return r + r*(1.0f - x*r); }
+    #else
+    #define RECIPROCAL(x) (1.0f/(x))
+    #endif
+    #if defined(__AVX512F__)
+    #define SUM16(v) _mm512_reduce_add_ps((__m512)(v))
+    #else
+    #define SUM16(v) 0
+    #endif
     #define BROADCAST(p) ((vf)((vu){0} + *(const u32a*)(p)))
     #define PAIR(x, y) ((vf)(((vu)(x) >> 16) | (vu)(y)))
+    #define PAIR_OF_ONES i2f(0x3f803f80)
     #define LOG2_E 1.44269504f
     #define LN_2 0.693147181f
     /* 2^r for |r| <= 1/2, of numbers or vectors: the polynomial with the least largest relative
@@ -225,7 +250,7 @@ cdef extern from *:
     vh NARROW(vf) noexcept nogil
     vf ROUND(vf) noexcept nogil
     vf DOT(vf, vf, vf) noexcept nogil
-    const float LOG2_E, LN_2
+    const float LOG2_E, LN_2, PAIR_OF_ONES
     vf vmax(vf, vf) noexcept nogil
     int f2i(float) noexcept nogil
     float i2f(int) noexcept nogil
@@ -242,9 +267,11 @@ cdef extern from *:
     void AMX_STORE(float*, Py_ssize_t) noexcept nogil
     vf UPPER(vf) noexcept nogil
     vf PAIR(vf, vf) noexcept nogil
+    vf PAIRS(vf, vf) noexcept nogil
     vf BROADCAST(const float*) noexcept nogil
-    float pow2 "POW2"(float) noexcept nogil
-    vf pow2_lanes "POW2"(vf) noexcept nogil
+    vf RECIPROCAL(vf) noexcept nogil
+    float SUM16(vf) noexcept nogil
+    vf pow2 "POW2"(vf) noexcept nogil
     void barrier() noexcept nogil
     Py_ssize_t fetch_add(Py_ssize_t*, Py_ssize_t) noexcept nogil
     void prefetch(const void*) noexcept nogil
@@ -294,10 +321,11 @@ def get_threads():
 
 
 def info():
-    """What this build is: vector lanes, register tile, whether OpenMP and AMX are in; the rows from
-    which on a product's sums are those of panels, whatever their number."""
+    """What this build is: vector lanes, register tile, whether OpenMP and AMX are in, and an
+    instruction for sums of products of bf16; the rows from which on a product's sums are those of
+    panels, whatever their number."""
     return {"lanes": VL, "tile": (MR, NR), "openmp": bool(WITH_OPENMP), "amx": bool(WITH_AMX),
-            "panels_from": SPLIT_FROM}
+            "bf16": bool(WITH_AMX or WITH_DOT), "panels_from": SPLIT_FROM}
 
 
 cdef inline int team(idx elements) noexcept nogil:
@@ -369,15 +397,56 @@ cdef float chains(idx repeats) noexcept nogil:
     return (<float*>&total)[0]
 
 
-def multiply_adds(idx repeats):
+cdef float tile_chains(idx repeats) noexcept nogil:
+    """`repeats` rounds of two multiply-adds of AMX tiles; returns something that needs them."""
+    cdef float tiles[3*256]
+    cdef float sums[512]
+    cdef idx i
+    for i in range(3*256):          # words of two bf16 near 1: zeros would run faster than numbers
+        tiles[i] = PAIR_OF_ONES
+    AMX_OPEN()
+    AMX_ZERO()
+    AMX_A(tiles)
+    AMX_B(tiles + 256)
+    for i in range(repeats):
+        AMX_ADD()
+    AMX_STORE(sums, 32)
+    AMX_CLOSE()
+    return sums[0]
+
+
+cdef float dot_chains(idx repeats) noexcept nogil:
+    """12 independent chains of `repeats` sums of pairs of bf16."""
+    cdef vf acc[12]
+    cdef vf pair = VZERO + <float>PAIR_OF_ONES, total = VZERO
+    cdef idx i, j
+    for j in range(12):
+        acc[j] = VZERO
+    for i in range(repeats):
+        for j in range(12):
+            acc[j] = DOT(acc[j], pair, pair)
+    for j in range(12):
+        total = total + acc[j]
+    return (<float*>&total)[0]
+
+
+def multiply_adds(idx repeats, bint half=False):
     """Run `repeats` rounds of multiply-adds that touch no memory on every thread; returns FLOPs.
 
     Over the seconds it took, that is the peak that the speed of a step is compared with.
+    half: of bf16, by what this build has for them.
     """
     cdef float seen[64]
     with nogil, parallel(num_threads=THREADS):
-        seen[threadid() % 64] = chains(repeats)
-    return 2*12*VL*repeats*THREADS
+        if half and WITH_AMX:
+            seen[threadid() % 64] = tile_chains(repeats)
+        elif half:
+            seen[threadid() % 64] = dot_chains(repeats)
+        else:
+            seen[threadid() % 64] = chains(repeats)
+    if half and WITH_AMX:
+        return 2*2*16*16*32*repeats*THREADS
+    return 2*12*VL*(2 if half else 1)*repeats*THREADS
 
 
 cdef inline idx least(idx a, idx b) noexcept nogil:
@@ -563,17 +632,15 @@ cdef inline vf weight(vf x) noexcept nogil:
     cdef vf c = vmax(VZERO - <float>127.0, x)
     cdef vf t = c + <float>12583039.0
     cdef vf r = c - (t - <float>12583039.0)
-    return pow2_lanes(r)*(<vf>(<vi>t << 23))
+    return pow2(r)*(<vf>(<vi>t << 23))
 
 
-cdef inline float sigmoid(float x) noexcept nogil:
+cdef inline vf sigmoid(vf x) noexcept nogil:
     """s = 1/(1 + e^-x), by e^-|x| as in `weight`, which cannot overflow: s(-x) = e^-x s(x)."""
-    cdef float y = fabsf(x)*-LOG2_E
-    cdef float c = <float>-127.0 if y < <float>-127.0 else y
-    cdef float t = c + <float>12583039.0
-    cdef float e = pow2(c - (t - <float>12583039.0))*i2f(f2i(t) << 23)
-    cdef float s = <float>1.0/(<float>1.0 + e)
-    return e*s if x < <float>0.0 else s
+    cdef vf e = weight((<vf>(<vi>x & 0x7fffffff))*-LOG2_E)
+    cdef vf s = RECIPROCAL(e + <float>1.0)
+    cdef vi negative = <vi>x >> 31
+    return <vf>((<vi>s & ~negative) | (<vi>(e*s) & negative))
 
 
 # ---- 4. Elementwise ------------------------------------------------------------------------------
@@ -849,56 +916,54 @@ def fill(size_t x, float value, idx n):
 #   with 2z = x (P + Q x^2) and 2z' = P + 3 Q x^2, where P = 2 sqrt(2/pi) and Q = 0.044715 P
 # The second form of gelu holds because (1 + tanh z)/2 = s(2z); both slopes because s' = s (1 - s).
 
-cdef inline float silu(float x) noexcept nogil:
+cdef inline vf silu(vf x) noexcept nogil:
     """x s(x)."""
     return x*sigmoid(x)
 
 
-cdef inline float silu_slope(float x) noexcept nogil:
+cdef inline vf silu_slope(vf x) noexcept nogil:
     """silu'(x), from one sigmoid."""
-    cdef float s = sigmoid(x)
-    return s*(<float>1.0 + x*(<float>1.0 - s))
+    cdef vf s = sigmoid(x)
+    return s*(x*(<float>1.0 - s) + <float>1.0)
 
 
-cdef inline float gelu(float x) noexcept nogil:
+cdef inline vf gelu(vf x) noexcept nogil:
     """x s(x (P + Q x^2))."""
-    return x*sigmoid(x*(<float>1.5957691216057308 + <float>0.0713548162726009*x*x))
+    return x*sigmoid(x*(<float>0.0713548162726009*x*x + <float>1.5957691216057308))
 
 
-cdef inline float gelu_slope(float x) noexcept nogil:
+cdef inline vf gelu_slope(vf x) noexcept nogil:
     """gelu'(x), from one sigmoid; square = Q x^2."""
-    cdef float square = <float>0.0713548162726009*x*x
-    cdef float s = sigmoid(x*(<float>1.5957691216057308 + square))
-    return s*(<float>1.0 + x*(<float>1.0 - s)*(<float>1.5957691216057308 + <float>3.0*square))
+    cdef vf square = <float>0.0713548162726009*x*x
+    cdef vf s = sigmoid(x*(square + <float>1.5957691216057308))
+    return s*(x*(<float>1.0 - s)*(<float>3.0*square + <float>1.5957691216057308) + <float>1.0)
 
 
 cdef void unary_part(int kind, const float* x, float* y, idx n) noexcept nogil:
     """y = f(x)."""
-    cdef idx i
-    if kind == SILU:
-        for i in range(n):
-            y[i] = silu(x[i])
-    elif kind == GELU:
-        for i in range(n):
-            y[i] = gelu(x[i])
-    elif kind == EXP:
+    cdef idx i = 0
+    if kind == EXP:
         for i in range(n):
             y[i] = fexp(x[i])
+        return
+    while i < n:
+        store(y + i, silu(load(x + i, n - i)) if kind == SILU else gelu(load(x + i, n - i)), n - i)
+        i += VL
 
 
 cdef void unary_backward_part(int kind, const float* x, const float* dy, float* dx,
                               idx n) noexcept nogil:
     """dx = dy f'(x)."""
-    cdef idx i
-    if kind == SILU:
-        for i in range(n):
-            dx[i] = dy[i]*silu_slope(x[i])
-    elif kind == GELU:
-        for i in range(n):
-            dx[i] = dy[i]*gelu_slope(x[i])
-    elif kind == EXP:
+    cdef idx i = 0
+    cdef vf v
+    if kind == EXP:
         for i in range(n):
             dx[i] = dy[i]*fexp(x[i])
+        return
+    while i < n:
+        v = load(x + i, n - i)
+        store(dx + i, load(dy + i, n - i)*(silu_slope(v) if kind == SILU else gelu_slope(v)), n - i)
+        i += VL
 
 
 def unary(int kind, size_t x, size_t y, idx n):
@@ -1267,7 +1332,7 @@ cdef inline void split_step(const bint full, const bint across, const bint turn,
 cdef inline vf pair(const real* x, const real* y, idx left, idx left_y) noexcept nogil:
     """VL words, each a bf16 of x below one of y; zeros where none are left."""
     if real is float:
-        return PAIR(ROUND(load(x, left)), ROUND(load(y, left_y)))
+        return PAIRS(load(x, left), load(y, left_y))
     else:
         return PAIR(load(x, left), load(y, left_y))
 
@@ -1533,15 +1598,14 @@ cdef void dot_tile(idx steps, const float* a, const float* b, float* c, idx ldc,
 
 cdef inline void split_tile(const int count, idx steps, const float* a, const float* b, float* c,
                             idx ldc, bint acc, idx rows, idx cols, const float* y, idx step,
-                            idx ahead) noexcept nogil:
+                            idx ahead, const char* z, idx z_row, idx z_width) noexcept nogil:
     """The tile in parts: C[rows, cols] (+)= one panel of A times one of B, both of 32 a step.
 
-    Fetched on the way as in register_tile.  The sums go on from C instead of joining it: two loads
+    Fetched on the way as in register_tile; z: where rows of z_width bytes (or 0) will be written.  The sums go on from C instead of joining it: two loads
     instead of 32 additions, and 8,192 k are still only 256 roundings.
     """
     cdef float tile[TILE_MAX]
-    cdef float* z = c
-    cdef idx k, i, each = parts(SPLIT_ROWS, most(1, steps))
+    cdef idx k, i, each = parts(SPLIT_ROWS, most(1, steps)) if z_width else 0
     cdef bint whole = rows == SPLIT_ROWS and cols == SPLIT
     cdef float* into = c if whole else tile         # at an edge of C: computed beside it
     cdef idx row = ldc if whole else SPLIT
@@ -1556,11 +1620,12 @@ cdef inline void split_tile(const int count, idx steps, const float* a, const fl
         else:
             AMX_ZERO()
         for k in range(steps):
-            for i in range(each if whole else 0):
+            for i in range(each):
                 prefetch_write(z)
-                prefetch_write(z + SPLIT//2)
-                prefetch_write(z + SPLIT - 1)
-                z = z + ldc
+                if z_width > 64:
+                    prefetch_write(z + 64)
+                prefetch_write(z + z_width - 1)
+                z = z + z_row
             for i in range(ahead):
                 prefetch_l2(y)
                 prefetch_l2(y + SPLIT//2)
@@ -1607,6 +1672,10 @@ cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1, float* sums, 
     The mask depends on an element's place in C, so it does not matter how C was cut into blocks.
     """
     cdef idx i, at, sequence, position, n = j1 - j0
+    if p.half_c and n == SPLIT and not (p.acc or p.threshold or p.residual != NULL or p.h != NULL):
+        for i in range(i0, i1):             # as most products: nothing but to round
+            copy_row(<const float*>sums + (i - i0)*ld, <uint16_t*>p.c + i*p.ldc + j0, SPLIT)
+        return
     for i in range(i0, i1):
         if p.threshold:
             sequence, position = i//p.seq, i % p.seq
@@ -1656,6 +1725,10 @@ cdef void multiply_panel(const Product* p, const Part* have, idx first, idx end,
     cdef const float* b = own
     cdef const float* y = own       # what to fetch ahead, in rows of nr: nothing while step is 0
     cdef bint acc = p.acc and not p.beside or s > 0
+    cdef idx size = 2 if p.half_c else 4, width = size*least(p.nr, p.n - j)     # bytes
+    cdef const char* z = <const char*>p.c + size*(first*p.mr*p.ldc + j)
+    if p.beside and s + 1 < p.slices:
+        width = 0
     if have.b != NULL:
         b = panel_at(p, have, q, half, s)
         y, step, ahead = b + p.b_room, p.nr, p.b_room//p.nr
@@ -1669,15 +1742,15 @@ cdef void multiply_panel(const Product* p, const Part* have, idx first, idx end,
         cols = p.nr if p.beside else cols
         if p.parts == 1:
             split_tile(1, parts(kc, SPLIT), a, b, c, ldc, acc, rows, cols, y, step,
-                       parts(ahead*SPLIT, kc) if kc else 0)
+                       parts(ahead*SPLIT, kc) if kc else 0, z, size*p.ldc, width)
         elif p.parts:
             split_tile(3, parts(kc, SPLIT), a, b, c, ldc, acc, rows, cols, y, step,
-                       parts(ahead*SPLIT, kc) if kc else 0)
+                       parts(ahead*SPLIT, kc) if kc else 0, z, size*p.ldc, width)
         elif rows == MR and cols == NR:
             register_tile(kc, a, b, c, ldc, acc, y, step, ahead)
         else:
             edge_tile(kc, a, b, c, ldc, acc, rows, cols)
-        a, y, c = a + p.a_room, y + ahead*step, c + p.mr*ldc
+        a, y, c, z = a + p.a_room, y + ahead*step, c + p.mr*ldc, z + size*p.mr*p.ldc
 
 
 cdef void multiply_block(const Product* p, const Part* have, idx first, idx end, idx q0, idx q1,
@@ -2127,6 +2200,8 @@ cdef inline float lane_sum(vf v) noexcept nogil:
     """The VL lanes of v, halved up to four times (VL is 4, 8 or 16)."""
     cdef float lane[16]
     cdef int i
+    if VL == 16:
+        return SUM16(v)
     (<vf*>lane)[0] = v
     for i in range(VL >> 1):
         lane[i] += lane[i + (VL >> 1)]
@@ -2616,42 +2691,25 @@ def qk_norm_rope_backward(size_t dqkv, size_t qkv, size_t qw, size_t kw, size_t 
 # gate and up are the halves of a row, as the one product with the fused weight leaves them; their
 # gradients take the same places, for that product's backward.
 
-# A row goes through fp32 pieces in L1, as loops over plain floats become vector loops.
-
 cdef inline void swiglu_row(const real* gate, const real* up, real* h, idx n) noexcept nogil:
     """One row of h."""
-    cdef float g[PIECE]
-    cdef float u[PIECE]
-    cdef idx i, j = 0, count
-    while j < n:
-        count = least(PIECE, n - j)
-        copy_row(gate + j, &g[0], count)
-        copy_row(up + j, &u[0], count)
-        for i in range(count):
-            g[i] = silu(g[i])*u[i]
-        copy_row(<const float*>&g[0], h + j, count)
-        j += count
+    cdef idx i = 0
+    while i < n:
+        store(h + i, silu(load(gate + i, n - i))*load(up + i, n - i), n - i)
+        i += VL
 
 
 cdef inline void swiglu_backward_row(real* gate, real* up, const real* dh, idx n) noexcept nogil:
     """One row; the sigmoid is computed again from gate."""
-    cdef float a[PIECE]
-    cdef float b[PIECE]
-    cdef float d[PIECE]
-    cdef float g, u, s
-    cdef idx i, j = 0, count
-    while j < n:
-        count = least(PIECE, n - j)
-        copy_row(<const real*>gate + j, &a[0], count)
-        copy_row(<const real*>up + j, &b[0], count)
-        copy_row(dh + j, &d[0], count)
-        for i in range(count):
-            g, u, s = a[i], b[i], sigmoid(a[i])
-            a[i] = d[i]*u*(s*(<float>1.0 + g*(<float>1.0 - s)))
-            b[i] = d[i]*(g*s)
-        copy_row(<const float*>&a[0], gate + j, count)
-        copy_row(<const float*>&b[0], up + j, count)
-        j += count
+    cdef vf g, u, d, s
+    cdef idx i = 0
+    while i < n:
+        g, u, d = load(<const real*>gate + i, n - i), load(<const real*>up + i, n - i), load(
+            dh + i, n - i)
+        s = sigmoid(g)
+        store(gate + i, d*u*(s*(g*(<float>1.0 - s) + <float>1.0)), n - i)
+        store(up + i, d*(g*s), n - i)
+        i += VL
 
 
 cdef void swiglu_rows(real* gu, real* h, idx rows, idx ffn, bint backward):
@@ -3143,16 +3201,26 @@ cdef inline void weights_in_halves(const float* s, idx count, const vf* top, vf*
     A step of 32 keys is filled up with zeros.
     """
     cdef vf e[2][2]
-    cdef idx key, j, t, all = parts(count, SPLIT)*SPLIT
-    for key in range(0, all, 2):
-        for t in range(2):
-            for j in range(2):
-                e[t][j] = VZERO
-                if key + t < count:
-                    e[t][j] = weight((<const vf*>(s + (key + t)*TILE))[j]*factor - top[j])
-                    sums[j] = sums[j] + e[t][j]
+    cdef vf x
+    cdef const vf* y = <const vf*>s
+    cdef float* z = out
+    cdef idx key, j
+    for key in range(0, count - 1, 2):
         for j in range(2):
-            (<vf*>word_at(out, key, j))[0] = PAIR(ROUND(e[0][j]), ROUND(e[1][j]))
+            e[0][j] = weight(y[j]*factor - top[j])
+            e[1][j] = weight(y[TILE//VL + j]*factor - top[j])
+            sums[j] = sums[j] + e[0][j] + e[1][j]
+            (<vf*>(z + j*256))[0] = PAIRS(e[0][j], e[1][j])
+        y = y + 2*(TILE//VL)
+        z = z + (272 if (key + 2) % SPLIT == 0 else 16)     # the second 16 queries lie in between
+    if count % 2:
+        for j in range(2):
+            x = weight(y[j]*factor - top[j])
+            sums[j] = sums[j] + x
+            (<vf*>word_at(out, count - 1, j))[0] = PAIRS(x, VZERO)
+    for key in range((count + 1)//2*2, parts(count, SPLIT)*SPLIT, 2):
+        for j in range(2):
+            (<vf*>word_at(out, key, j))[0] = VZERO
 
 
 cdef inline float* word_at(float* panel, idx key, idx j) noexcept nogil:
@@ -3426,21 +3494,49 @@ cdef inline void gradients_in_halves(const float* p, const float* ds, const vf* 
     """gradient_tile for AL queries and `count` keys; a step of 32 keys is filled up with zeros."""
     cdef vf e[2]
     cdef vf d[2][2]
-    cdef idx key, j, t, row, all = parts(count, SPLIT)*SPLIT
+    cdef const vf* x = <const vf*>p
+    cdef const vf* y = <const vf*>ds
+    cdef idx key, j, t, row
     cdef float* dst = halves.dst + lane//SPLIT*panel_room(1, KEYS, SPLIT)
-    for key in range(0, all, 2):
+    for key in range(0, parts(count, SPLIT)*SPLIT, 2):
+        row = key//16*panel_room(1, TILE, SPLIT_ROWS) + lane//SPLIT*256 + key % 16*16
+        if key + 2 > count:                         # the last key, or none
+            close_gradients(x, y, total, mean, count - key, factor, halves.p + row,
+                            halves.ds + row, dst, key)
+            continue
         for t in range(2):
-            row = ((key + t)//16*panel_room(1, TILE, SPLIT_ROWS) + lane//SPLIT*256
-                   + (key + t) % 16*16)
             for j in range(2):
-                e[j], d[t][j] = VZERO, VZERO
-                if key + t < count:
-                    e[j] = weight((<const vf*>(p + (key + t)*TILE))[j]*factor - total[j])
-                    d[t][j] = ROUND(e[j]*((<const vf*>(ds + (key + t)*TILE))[j] - mean[j]))
-                store(<uint16_t*>(halves.p + row) + j*VL, e[j], VL)
-                store(<uint16_t*>(halves.ds + row) + j*VL, d[t][j], VL)
+                e[j] = weight(x[t*(TILE//VL) + j]*factor - total[j])
+                d[t][j] = e[j]*(y[t*(TILE//VL) + j] - mean[j])
+            store_pair(halves.p + row + 16*t, e[0], e[1])
+            store_pair(halves.ds + row + 16*t, d[t][0], d[t][1])
         for j in range(2):
-            (<vf*>word_at(dst, key, j))[0] = PAIR(d[0][j], d[1][j])
+            (<vf*>word_at(dst, key, j))[0] = PAIRS(d[0][j], d[1][j])
+        x, y = x + 2*(TILE//VL), y + 2*(TILE//VL)
+
+
+cdef inline void store_pair(float* y, vf a, vf b) noexcept nogil:
+    """2*VL elements of bf16."""
+    store(<uint16_t*>y, a, VL)
+    store(<uint16_t*>y + VL, b, VL)
+
+
+cdef void close_gradients(const vf* x, const vf* y, const vf* total, const vf* mean, idx left,
+                          float factor, float* p, float* ds, float* dst, idx key) noexcept nogil:
+    """Two keys, of which one or none is left: zeros for the rest."""
+    cdef vf e[2]
+    cdef vf d[2]
+    cdef idx j
+    for j in range(2):
+        e[j], d[j] = VZERO, VZERO
+        if left > 0:
+            e[j] = weight(x[j]*factor - total[j])
+            d[j] = e[j]*(y[j] - mean[j])
+        (<vf*>word_at(dst, key, j))[0] = PAIRS(d[j], VZERO)
+    store_pair(p, e[0], e[1])
+    store_pair(ds, d[0], d[1])
+    store_pair(p + 16, VZERO, VZERO)
+    store_pair(ds + 16, VZERO, VZERO)
 
 
 cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Operand v, Operand kt,
@@ -3583,16 +3679,18 @@ cdef enum:
     HEAD_PASSES = 4                 # ranges' sums, rows' losses, ranges' gradients, rows' dx
 
 cdef struct Head:
-    const float* x                  # [rows, dim]
+    const void* x                   # [rows, dim]
     const float* w                  # [words, dim], of which the first `vocab` count
     const int64_t* targets          # [rows], below 0 where a row does not count
     double* losses                  # [rows]
-    float* dx                       # [rows, dim], or NULL
+    void* dx                        # [rows, dim], or NULL
     float* dw                       # [words, dim], or NULL
-    bint add_x, add_w               # add to them
+    bint half, add_x, add_w         # x and dx are bf16; add to them
     idx rows, dim, words, vocab
     float scale                     # of the gradients
     # What follows from these
+    int parts                       # of operands of scores; if 1, of all
+    float unit                      # of scores, in nats: ln2 where w is staged as w/ln2
     idx wide, tall                  # dim in whole vectors, and wide in whole register tiles
     idx tiles, each, ranges         # tiles of rows, words of a range
     float* score                    # [tiles, TILE]: the target's score
@@ -3602,14 +3700,14 @@ cdef struct Head:
 
 # A thread's scratch for a range and a tile of rows.
 cdef struct Desk:
-    float* w                        # [each, wide], in units of ln2
+    float* w                        # [each, wide], in units of ln2; in bf16 w^T as an operand
     float* dw                       # [each, wide]
-    float* x                        # [TILE, wide]
+    float* x                        # [TILE, wide], or [TILE, dim] of bf16
     float* s                        # [KEYS, TILE]
     float* fade                     # [TILE]
-    Operand w_rows, xt              # w and x^T as operands, in parts where there is AMX
-    float* w_room
-    float* xt_room
+    Operand w_rows, xt, x_rows      # w, x^T and x as operands
+    Operand p_rows, p               # p by words, and across
+    float* room[5]                  # theirs
 
 
 cdef idx lay_desk(const Head* h, float* room, Desk* d) noexcept nogil:
@@ -3620,9 +3718,59 @@ cdef idx lay_desk(const Head* h, float* room, Desk* d) noexcept nogil:
     d.x = d.dw + w
     d.s = d.x + x
     d.fade = d.s + KEYS*TILE
-    d.w_room = d.fade + TILE
-    d.xt_room = d.w_room + w*3//2
-    return d.xt_room + x*3//2 - room
+    d.room[0] = d.fade + TILE
+    d.room[1] = d.room[0] + w*3//2
+    d.room[2] = d.room[1] + x*3//2
+    d.room[3] = d.room[2] + x//2
+    d.room[4] = d.room[3] + KEYS*TILE//2
+    return d.room[4] + KEYS*TILE//2 - room
+
+
+cdef void lay_words(const Head* h, idx first, idx words, Desk* d) noexcept nogil:
+    """A range of w as operands."""
+    cdef idx k0 = 0, panel = panel_room(1, KEYS, SPLIT_ROWS)
+    cdef const float* w = h.w + first*h.dim
+    if h.parts == 1:
+        d.w_rows = left(1, w, h.dim, 1, words, h.dim, d.room[0])
+        while k0 < words:               # w^T, a block of words at a time
+            pack_parts(w + k0*h.dim, h.dim, True, least(KEYS, words - k0), h.dim, True, 1,
+                       d.w + room_in(1, k0*h.wide), panel)
+            k0 += KEYS
+        return
+    stage(w, h.dim, words, h.dim, LOG2_E, d.w, h.each, h.wide)
+    d.w_rows = left(h.parts, d.w, h.wide, 1, h.each, h.dim, d.room[0])
+
+
+cdef inline Operand words_across(const Head* h, const Desk* d, idx k0) noexcept nogil:
+    """w^T [dim, words from k0 on], a block of them."""
+    if h.parts == 1:
+        return operand(1, d.w + room_in(1, k0*h.wide), panel_room(1, KEYS, SPLIT_ROWS), 0)
+    return operand(0, d.w + k0*h.wide, 1, h.wide)
+
+
+cdef void lay_rows(const Head* h, idx tile, Desk* d) noexcept nogil:
+    """A tile of x as operands; rows that do not count are 0: their p is, and 0 times NaN is not."""
+    cdef idx q0 = tile*TILE, rows = least(TILE, h.rows - q0), i
+    cdef uint16_t* y = <uint16_t*>d.x
+    if h.parts == 1:
+        for i in range(rows):
+            if h.targets[q0 + i] < 0:
+                memset(y + i*h.dim, 0, h.dim*sizeof(uint16_t))
+            else:
+                memcpy(y + i*h.dim, <const uint16_t*>h.x + (q0 + i)*h.dim, h.dim*sizeof(uint16_t))
+        pack_parts(<const uint16_t*>y, h.dim, False, h.dim, rows, True, 1, d.room[1],
+                   d.xt.row)
+        pack_parts(<const uint16_t*>y, h.dim, True, rows, h.dim, False, 1, d.room[2],
+                   d.x_rows.row)
+        return
+    if h.half:
+        stage(<const uint16_t*>h.x + q0*h.dim, h.dim, rows, h.dim, 1, d.x, TILE, h.wide)
+    else:
+        stage(<const float*>h.x + q0*h.dim, h.dim, rows, h.dim, 1, d.x, TILE, h.wide)
+    for i in range(rows):
+        if h.targets[q0 + i] < 0:
+            memset(d.x + i*h.wide, 0, h.wide*sizeof(float))
+    d.xt = right(h.parts, d.x, h.wide, True, TILE, h.dim, d.room[1])
 
 
 cdef void head_sums(const Head* h, idx r, idx tile, idx words, const Desk* d) noexcept nogil:
@@ -3639,24 +3787,47 @@ cdef void head_sums(const Head* h, idx r, idx tile, idx words, const Desk* d) no
             word = h.targets[q] - r*h.each - k0
             if 0 <= word < keys:
                 h.score[q] = d.s[word*TILE + q % TILE]
-        softmax_tile(d.s, top, total, d.fade, TILE, keys, FAR, 1, NULL)
+        softmax_tile(d.s, top, total, d.fade, TILE, keys, FAR, h.unit*LOG2_E, NULL)
         k0 += KEYS
 
 
 cdef void weigh(const Head* h, idx tile, idx first, idx keys, float* s) noexcept nogil:
     """In place: scores of words from `first` on to p, less 1 at a row's target."""
     cdef const float* top = h.top + tile*TILE
-    cdef const float* factor = h.sum + tile*TILE
+    cdef const float* scale = h.sum + tile*TILE
+    cdef float factor = h.unit*LOG2_E
     cdef idx q, key, j, word
     cdef vf* x
+    cdef vf base[16]                # TILE//VL of them
+    for j in range(TILE//VL):
+        base[j] = (<const vf*>top)[j]*factor
     for key in range(keys):
         x = <vf*>(s + key*TILE)
         for j in range(TILE//VL):
-            x[j] = weight(x[j] - (<const vf*>top)[j])*(<const vf*>factor)[j]
+            x[j] = weight(x[j]*factor - base[j])*(<const vf*>scale)[j]
     for q in range(tile*TILE, least(h.rows, tile*TILE + TILE)):
         word = h.targets[q] - first
         if 0 <= word < keys:
             s[word*TILE + q % TILE] -= 1
+
+
+cdef void halve(const float* p, idx keys, const Operand* rows, const Operand* across) noexcept nogil:
+    """p [keys, TILE] as operands of bf16: by keys, and across; filled up to whole steps."""
+    cdef idx key, j, t, lane
+    cdef vf x[2][2]
+    cdef float* y
+    for lane in range(TILE//SPLIT):
+        for key in range(0, parts(keys, SPLIT)*SPLIT, 2):
+            for t in range(2):
+                y = <float*>rows.x + (key + t)//16*rows.row + lane*256 + (key + t) % 16*16
+                for j in range(2):
+                    x[t][j] = VZERO
+                    if key + t < keys:
+                        x[t][j] = ROUND((<const vf*>(p + (key + t)*TILE + lane*SPLIT))[j])
+                    store(<uint16_t*>y + j*VL, x[t][j], VL)
+            for j in range(2):
+                (<vf*>word_at(<float*>across.x + lane*across.row, key, j))[0] = PAIR(
+                    x[0][j], x[1][j])
 
 
 cdef void head_gradients(const Head* h, idx r, idx tile, idx words, const Desk* d) noexcept nogil:
@@ -3667,32 +3838,33 @@ cdef void head_gradients(const Head* h, idx r, idx tile, idx words, const Desk* 
         keys = least(KEYS, words - k0)
         multiply(keys, TILE, h.dim, rows_from(d.w_rows, k0), d.xt, d.s, TILE, False, -FAR)
         weigh(h, tile, r*h.each + k0, keys, d.s)
+        if h.parts == 1:
+            halve(d.s, keys, &d.p_rows, &d.p)
         if h.dw != NULL:
-            multiply(keys, h.wide, rows, operand(0, d.s, TILE, 1), operand(0, d.x, 0, h.wide),
-                     d.dw + k0*h.wide, h.wide, True, -FAR)
+            multiply(keys, h.wide, rows, d.p_rows, d.x_rows, d.dw + k0*h.wide, h.wide, True, -FAR)
         if h.dx != NULL:
-            multiply(h.dim, TILE, keys, operand(0, d.w + k0*h.wide, 1, h.wide),
-                     operand(0, d.s, 0, TILE), share, TILE, k0 > 0, -FAR)
+            multiply(h.dim, TILE, keys, words_across(h, d, k0), d.p, share, TILE, k0 > 0, -FAR)
         k0 += KEYS
 
 
 cdef void head_range(const Head* h, idx r, bint gradients, float* room) noexcept nogil:
     """The task of a range of words: its sums, or its gradients."""
-    cdef idx first = r*h.each, words = least(h.each, h.vocab - first), tile, q0, i
+    cdef idx first = r*h.each, words = least(h.each, h.vocab - first), tile, i
     cdef Desk d
     lay_desk(h, room, &d)
+    d.xt = operand(1, d.room[1], panel_room(1, h.dim, SPLIT), 0)
+    d.x_rows, d.p_rows = operand(0, d.x, 0, h.wide), operand(0, d.s, TILE, 1)
+    d.p = operand(0, d.s, 0, TILE)
+    if h.parts == 1:
+        d.x_rows = operand(1, d.room[2], panel_room(1, TILE, SPLIT), 0)
+        d.p_rows = operand(1, d.room[3], panel_room(1, TILE, SPLIT_ROWS), 0)
+        d.p = operand(1, d.room[4], panel_room(1, KEYS, SPLIT), 0)
     AMX_OPEN()
-    stage(<const float*>h.w + first*h.dim, h.dim, words, h.dim, LOG2_E, d.w, h.each, h.wide)
+    lay_words(h, first, words, &d)
     if gradients:
         memset(d.dw, 0, h.each*h.wide*sizeof(float))
-    d.w_rows = left(3*WITH_AMX, d.w, h.wide, 1, h.each, h.dim, d.w_room)
     for tile in range(h.tiles):
-        q0 = tile*TILE
-        stage(<const float*>h.x + q0*h.dim, h.dim, least(TILE, h.rows - q0), h.dim, 1, d.x, TILE, h.wide)
-        for i in range(least(TILE, h.rows - q0)):
-            if h.targets[q0 + i] < 0:               # p is 0, which times NaN would not be
-                memset(d.x + i*h.wide, 0, h.wide*sizeof(float))
-        d.xt = right(3*WITH_AMX, d.x, h.wide, True, TILE, h.dim, d.xt_room)
+        lay_rows(h, tile, &d)
         if gradients:
             head_gradients(h, r, tile, words, &d)
         else:
@@ -3707,20 +3879,21 @@ cdef void close_row(const Head* h, idx q) noexcept nogil:
     cdef idx r, lanes = h.tiles*TILE
     cdef bint counts = q < h.rows and h.targets[q] >= 0
     cdef float top = -INFINITY
-    cdef double total = 0
+    cdef double total = 0, octaves = h.unit*1.4426950408889634      # 1 in units of ln2
     for r in range(h.ranges):
         top = h.top[r*lanes + q] if h.top[r*lanes + q] > top else top
     for r in range(h.ranges):
-        total += h.sum[r*lanes + q]*exp2(<double>h.top[r*lanes + q] - top)
+        total += h.sum[r*lanes + q]*exp2((<double>h.top[r*lanes + q] - top)*octaves)
     h.top[q], h.sum[q] = top, <float>(1/total) if counts else 0
     if q < h.rows:
-        h.losses[q] = (<double>top - h.score[q])*0.6931471805599453 + log(total) if counts else 0
+        h.losses[q] = (<double>top - h.score[q])*h.unit + log(total) if counts else 0
 
 
 cdef void head_tile(const Head* h, idx tile, bint gradients, float* room) noexcept nogil:
     """The task of a tile of rows: its losses, or dx, the ranges' shares of it in their order."""
-    cdef idx i, r, size = TILE*h.tall
+    cdef idx i, r, at, size = TILE*h.tall
     cdef float* total = h.shares + tile*size
+    cdef float scale = h.scale if h.parts == 1 else h.scale*LN_2
     if not gradients:
         for i in range(TILE):
             close_row(h, tile*TILE + i)
@@ -3729,7 +3902,11 @@ cdef void head_tile(const Head* h, idx tile, bint gradients, float* room) noexce
         add_rows(total, total + r*h.tiles*size, total, size)
     flip(total, h.wide, TILE, room)
     for i in range(least(TILE, h.rows - tile*TILE)):
-        scale_row(room + i*h.wide, h.scale*LN_2, h.dx + (tile*TILE + i)*h.dim, h.dim, h.add_x)
+        at = (tile*TILE + i)*h.dim
+        if h.half:
+            scale_row(room + i*h.wide, scale, <uint16_t*>h.dx + at, h.dim, h.add_x)
+        else:
+            scale_row(room + i*h.wide, scale, <float*>h.dx + at, h.dim, h.add_x)
 
 
 cdef void run_head(const Head* h, int threads, idx size, float* room) noexcept nogil:
@@ -3754,17 +3931,19 @@ cdef void run_head(const Head* h, int threads, idx size, float* room) noexcept n
 
 def head_loss(size_t x, size_t w, size_t targets, size_t losses, idx rows, idx dim, idx words,
               idx vocab, float scale, size_t dx=0, bint add_x=False, size_t dw=0,
-              bint add_w=False):
+              bint add_w=False, bint half=False):
     """losses[rows] (double) and, where there is a place for them, gradients times scale.
 
-    x [rows, dim], w [words, dim] of which `vocab` count, targets int64 [rows]: below vocab, and
-    below 0 for a loss and gradients of 0.  dx [rows, dim] and dw [words, dim] are written, or added
+    x [rows, dim], bf16 if half, w [words, dim] of which `vocab` count, targets int64 [rows]: below
+    vocab, and below 0 for a loss and gradients of 0.  dx [rows, dim] and dw [words, dim] are written, or added
     to; rows of dw past the vocabulary get 0.
     """
     cdef Head h
     cdef Desk d
-    h.x, h.w, h.targets, h.losses = <float*>x, <float*>w, <int64_t*>targets, <double*>losses
-    h.dx, h.add_x, h.dw, h.add_w = <float*>dx, add_x, <float*>dw, add_w
+    h.x, h.w, h.targets, h.losses = <void*>x, <float*>w, <int64_t*>targets, <double*>losses
+    h.dx, h.add_x, h.dw, h.add_w, h.half = <void*>dx, add_x, <float*>dw, add_w, half
+    h.parts = (1 if WITH_AMX or WITH_DOT else 0) if half else 3*WITH_AMX
+    h.unit = 1 if h.parts == 1 else 0.6931471805599453
     h.rows, h.dim, h.words, h.vocab, h.scale = rows, dim, words, vocab, scale
     h.wide, h.tiles = parts(dim, AL)*AL, parts(rows, TILE)
     h.tall = parts(h.wide, AR)*AR

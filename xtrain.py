@@ -1451,13 +1451,13 @@ def machine(device="auto", dtype="auto", threads=None):
     """The Machine that --device, --dtype and --threads mean; Refused if it is not there."""
     if device == "cuda":
         raise Refused("--device cuda: this version of xtrain has no CUDA kernels: use --device cpu")
-    if dtype == "auto":
-        dtype = "f32"
+    if dtype == "auto":                 # bf16 where the core has instructions for it
+        dtype = "bf16" if T.core.info()["bf16"] else "f32"
     if threads is not None:
         T.set_threads(threads)
     count = T.threads()
     name = f"cpu ({T.ISA}, {count} thread{'s' if count > 1 else ''})"
-    return Machine("cpu", dtype, f"cpu {T.ISA}", name, T.peak_flops())
+    return Machine("cpu", dtype, f"cpu {T.ISA}", name, T.peak_flops(dtype))
 
 
 def peak_memory():
