@@ -81,13 +81,13 @@ cdef extern from *:
     enum { WITH_DOT = 1 };
     #define NARROW(x) ((vh)_mm512_cvtneps_pbh((__m512)(x)))
     #define ROUND(x) WIDEN(NARROW(x))
-    /* words of two, x below y, rounded: both at once come one after the other */
+    /* both rounded at once, x before y; words of two, x below y */
+    #define BOTH(x, y) ((vf)_mm512_cvtne2ps_pbh((__m512)(y), (__m512)(x)))
     static inline vf PAIRS(vf x, vf y) {
         const vh zip = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
         const __m512i order = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)zip),
             _mm256_add_epi16((__m256i)zip, _mm256_set1_epi16(8)), 1);
-        return (vf)_mm512_permutexvar_epi16(order,
-            (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x)); }
+        return (vf)_mm512_permutexvar_epi16(order, (__m512i)BOTH(x, y)); }
     /* fp32 sums += products of pairs of bf16, each pair in a word */
     #define DOT(s, x, y) ((vf)_mm512_dpbf16_ps((__m512)(s), (__m512bh)(x), (__m512bh)(y)))
     #else
@@ -97,6 +97,7 @@ cdef extern from *:
         return (vf)(((u + 0x7fffu + ((u >> 16) & 1)) & 0xffff0000u & ~nan)
                     | ((upper | 0x400000u) & nan)); }
     #define NARROW(x) __builtin_convertvector((vu)ROUND(x) >> 16, vh)
+    #define BOTH(x, y) (x)              /* not called */
     #define PAIRS(x, y) PAIR(ROUND(x), ROUND(y))
     #define DOT(s, x, y) ((s) + LOWER(x)*LOWER(y) + UPPER(x)*UPPER(y))
     #endif
@@ -192,10 +193,30 @@ cdef extern from *:
     #define PAIR_OF_ONES i2f(0x3f803f80)
     #define LOG2_E 1.44269504f
     #define LN_2 0.693147181f
-    /* 2^r for |r| <= 1/2, of numbers or vectors: the polynomial with the least largest relative
-       error, 0.9e-7, that is 1 at 0 */
-    #define POW2(r) (((((1.326472731e-3f*(r) + 9.671512991e-3f)*(r) + 5.550733582e-2f)*(r) \
-                       + 2.402224243e-1f)*(r) + 6.931470037e-1f)*(r) + 1.0f)
+    /* 2^x = 2^r 2^n, x <= 0, by the polynomials with the least largest relative error that are 1 at
+       0; n = floor(x) where there are instructions for both, else n = round(x) */
+    #if defined(__AVX512F__)
+    #define FRACTION(x) ((vf)_mm512_reduce_ps((__m512)(x), 9))
+    #define SCALE(p, x) ((vf)_mm512_maskz_scalef_ps(  /* 0 below -126, and so no denormals */ \
+        _mm512_cmp_ps_mask((__m512)(x), _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), \
+        (__m512)(p), (__m512)(x)))
+    static inline vf POW2(vf x) {                     /* 0.8e-7 */
+        vf r = FRACTION(x);
+        return SCALE(((((1.867118494e-3f*r + 9.017054790e-3f)*r + 5.579989572e-2f)*r
+                       + 2.401644548e-1f)*r + 6.931513114e-1f)*r + 1.0f, x); }
+    static inline vf POW2_SHORT(vf x) {               /* 0.9e-4, a twentieth of what bf16 rounds */
+        vf r = FRACTION(x);
+        return SCALE(((7.706521994e-2f*r + 2.276469811e-1f)*r + 6.951163395e-1f)*r + 1.0f, x); }
+    #else
+    static inline vf POW2(vf x) {                     /* 0.9e-7 */
+        /* adding 1.5*2^23 + 127 rounds, and leaves n + 127, an exponent, in the low bits; from
+           x = -127 on that is 0, and so is the product */
+        vf c = vmax(VZERO - 127.0f, x), t = c + 12583039.0f, r = c - (t - 12583039.0f);
+        return (vf)((vi)t << 23)*(
+            ((((1.326472731e-3f*r + 9.671512991e-3f)*r + 5.550733582e-2f)*r
+              + 2.402224243e-1f)*r + 6.931470037e-1f)*r + 1.0f); }
+    #define POW2_SHORT POW2
+    #endif
     /* spelled out between two loops of a region: what Cython emits has none at a loop's end */
     #if defined(_OPENMP)
     #define barrier() _Pragma("omp barrier")
@@ -268,10 +289,12 @@ cdef extern from *:
     vf UPPER(vf) noexcept nogil
     vf PAIR(vf, vf) noexcept nogil
     vf PAIRS(vf, vf) noexcept nogil
+    vf BOTH(vf, vf) noexcept nogil
     vf BROADCAST(const float*) noexcept nogil
     vf RECIPROCAL(vf) noexcept nogil
     float SUM16(vf) noexcept nogil
-    vf pow2 "POW2"(vf) noexcept nogil
+    vf POW2(vf) noexcept nogil
+    vf POW2_SHORT(vf) noexcept nogil
     void barrier() noexcept nogil
     Py_ssize_t fetch_add(Py_ssize_t*, Py_ssize_t) noexcept nogil
     void prefetch(const void*) noexcept nogil
@@ -625,14 +648,15 @@ cdef inline float fexp(float x) noexcept nogil:
 cdef inline vf weight(vf x) noexcept nogil:
     """2^x of VL lanes that are at most 0 (or NaN), to 2 ulp; 0 below -126.5.
 
-    For the weights of a softmax: with scores in units of ln2, an exp is two thirds of fexp's work.
-    2^x = 2^n 2^r, n = round(x).  Adding 1.5*2^23 + 127 rounds to an integer as in fexp, and leaves
-    n + 127, an exponent, in the low bits; from x = -127 on that is 0, and so is the product.
+    For the weights of a softmax: with scores in units of ln2, an exp is half of fexp's work.
     """
-    cdef vf c = vmax(VZERO - <float>127.0, x)
-    cdef vf t = c + <float>12583039.0
-    cdef vf r = c - (t - <float>12583039.0)
-    return pow2(r)*(<vf>(<vi>t << 23))
+    return POW2(x)
+
+
+cdef inline vf half_weight(vf x) noexcept nogil:
+    """The same where it is rounded to bf16: with AVX-512 to 1e-4, in 6 instructions instead of 8.
+    """
+    return POW2_SHORT(x)
 
 
 cdef inline vf sigmoid(vf x) noexcept nogil:
@@ -1366,12 +1390,22 @@ cdef inline void half_step(const bint full, const bint across, const bint turn, 
             turn_words(words, out + 256*t)
 
 
+cdef inline void store_both(void* y, vf a, vf b) noexcept nogil:
+    """2*VL elements of bf16."""
+    if WITH_DOT:
+        (<vf*>y)[0] = BOTH(a, b)
+    else:
+        store(<uint16_t*>y, a, VL)
+        store(<uint16_t*>y + VL, b, VL)
+
+
 cdef inline void half_row(const real* x, idx left, uint16_t* y) noexcept nogil:
     """32 elements as bf16, zeros from `left` on."""
     cdef idx j
     if real is float:
-        for j in range(32//VL):
-            store(y + j*VL, load(x + j*VL, most(0, left - j*VL)), VL)
+        for j in range(16//VL):
+            store_both(y + 2*j*VL, load(x + 2*j*VL, most(0, left - 2*j*VL)),
+                       load(x + (2*j + 1)*VL, most(0, left - (2*j + 1)*VL)))
     else:
         memset(y, 0, 64 if left < 32 else 0)
         memcpy(y, x, 64 if left >= 32 else 2*left)
@@ -1674,7 +1708,7 @@ cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1, float* sums, 
     cdef idx i, at, sequence, position, n = j1 - j0
     if p.half_c and n == SPLIT and not (p.acc or p.threshold or p.residual != NULL or p.h != NULL):
         for i in range(i0, i1):             # as most products: nothing but to round
-            copy_row(<const float*>sums + (i - i0)*ld, <uint16_t*>p.c + i*p.ldc + j0, SPLIT)
+            half_row(<const float*>sums + (i - i0)*ld, SPLIT, <uint16_t*>p.c + i*p.ldc + j0)
         return
     for i in range(i0, i1):
         if p.threshold:
@@ -3110,17 +3144,13 @@ cdef inline idx seen(idx lane, idx keys, idx shift) noexcept nogil:
     return most(0, least(keys, lane + AL + shift))
 
 
-cdef void scores(Operand k, Operand q, float* s, const Attention* a, idx queries, idx keys,
-                 idx shift) noexcept nogil:
-    """s[key][query] = k q^T down to the diagonal, in whole register tiles; s is [KEYS, TILE].
+cdef inline void scores(Operand k, Operand q, float* s, idx ld, const Attention* a, idx lane,
+                        idx keys, idx shift) noexcept nogil:
+    """s[key][query] = k q^T for AL queries, down to the diagonal, in whole register tiles.
 
-    Keys that none of AL queries sees are left out; softmax_tile and gradient_tile put zeros there.
+    Keys that none of them sees are left out; softmax_lanes and gradient_lanes put zeros there.
     """
-    cdef idx lane = 0
-    while lane < queries:
-        multiply(seen(lane, keys, shift), AL, a.dim, k, columns_from(q, lane), s + lane, TILE,
-                 False, -FAR)
-        lane += AL
+    multiply(seen(lane, keys, shift), AL, a.dim, k, columns_from(q, lane), s, ld, False, -FAR)
 
 
 cdef void gather(Operand v, Operand p, float* ot, const Attention* a, idx queries, idx keys,
@@ -3141,62 +3171,58 @@ cdef inline void fade_columns(float* ot, const float* fade, idx wide) noexcept n
             (<vf*>(ot + i*TILE))[j] = (<vf*>(ot + i*TILE))[j]*(<const vf*>fade)[j]
 
 
-cdef void hide(float* s, float value, idx lane, idx keys, idx shift) noexcept nogil:
+cdef void hide(float* s, idx ld, float value, idx lane, idx keys, idx shift) noexcept nogil:
     """s[key][query] = value, for AL queries from `lane` on, where the key lies in the future."""
     cdef idx key, j
     for key in range(most(0, lane + shift + 1), keys):
-        for j in range(lane, least(lane + AL, key - shift)):
-            s[key*TILE + j] = value
+        for j in range(least(AL, key - shift - lane)):
+            s[key*ld + j] = value
 
 
-cdef void softmax_tile(float* s, float* m, float* l, float* fade, idx queries, idx keys,
-                       idx shift, float factor, float* halves) noexcept nogil:
-    """Scores to weights 2^(factor (s - m)); m and l, the maximum and the sum so far, move on.
+cdef void softmax_lanes(float* s, idx ld, float* m, float* l, float* fade, idx lane, idx keys,
+                        idx shift, float factor, float* halves) noexcept nogil:
+    """Scores of AL queries to weights 2^(factor (s - m)); m and l, maximum and sum so far, move on.
 
     fade = 2^(factor (old m - m)) is what all that was summed before shrinks by:
     m = max(old m, max s),  l = old l * fade + sum 2^(factor (s - m)).  The sum runs over keys in
     order.  The maximum skips a NaN: the weights show it.
-    Weights replace scores, or go to `halves` as a right operand of bf16 [keys, queries].
+    Weights replace scores, or go to `halves`, a panel of a right operand of bf16 [keys, queries].
     """
     cdef vf top[2]
     cdef vf sums[2]
     cdef vf e
     cdef vf* x
-    cdef idx lane = 0, count, key, j
-    while lane < queries:
-        count = seen(lane, keys, shift)
-        hide(s, -INFINITY, lane, count, shift)
+    cdef idx count = seen(lane, keys, shift), key, j
+    hide(s, ld, -INFINITY, lane, count, shift)
+    for j in range(2):
+        top[j] = (<const vf*>m)[j]
+    for key in range(count):
+        x = <vf*>(s + key*ld)
         for j in range(2):
-            top[j] = (<const vf*>(m + lane))[j]
+            top[j] = vmax(x[j], top[j])
+    for j in range(2):
+        e = weight(((<const vf*>m)[j] - top[j])*factor)
+        sums[j] = (<const vf*>l)[j]*e
+        (<vf*>fade)[j] = e
+        (<vf*>m)[j] = top[j]
+        top[j] = top[j]*factor
+    if halves != NULL:
+        weights_in_halves(s, count, top, sums, factor, halves)
+    else:
         for key in range(count):
-            x = <vf*>(s + key*TILE + lane)
+            x = <vf*>(s + key*ld)
             for j in range(2):
-                top[j] = vmax(x[j], top[j])
-        for j in range(2):
-            e = weight(((<const vf*>(m + lane))[j] - top[j])*factor)
-            sums[j] = (<const vf*>(l + lane))[j]*e
-            (<vf*>(fade + lane))[j] = e
-            (<vf*>(m + lane))[j] = top[j]
-            top[j] = top[j]*factor
-        if halves != NULL:
-            weights_in_halves(s + lane, count, top, sums, factor,
-                              halves + lane//SPLIT*panel_room(1, KEYS, SPLIT))
-        else:
-            for key in range(count):
-                x = <vf*>(s + key*TILE + lane)
-                for j in range(2):
-                    e = weight(x[j]*factor - top[j])
-                    x[j] = e
-                    sums[j] = sums[j] + e
-            hide(s, 0, lane, keys, shift)       # never scored, but read by a register tile of o
-        for j in range(2):
-            (<vf*>(l + lane))[j] = sums[j]
-        lane += AL
+                e = weight(x[j]*factor - top[j])
+                x[j] = e
+                sums[j] = sums[j] + e
+        hide(s, ld, 0, lane, keys, shift)       # never scored, but read by a register tile of o
+    for j in range(2):
+        (<vf*>l)[j] = sums[j]
 
 
 cdef inline void weights_in_halves(const float* s, idx count, const vf* top, vf* sums, float factor,
                                    float* out) noexcept nogil:
-    """The weights of AL queries for `count` keys as a panel of words, a word two keys of a query.
+    """The weights of AL queries for `count` keys, s[count, AL], as a panel of words of two keys.
 
     A step of 32 keys is filled up with zeros.
     """
@@ -3207,15 +3233,15 @@ cdef inline void weights_in_halves(const float* s, idx count, const vf* top, vf*
     cdef idx key, j
     for key in range(0, count - 1, 2):
         for j in range(2):
-            e[0][j] = weight(y[j]*factor - top[j])
-            e[1][j] = weight(y[TILE//VL + j]*factor - top[j])
+            e[0][j] = half_weight(y[j]*factor - top[j])
+            e[1][j] = half_weight(y[2 + j]*factor - top[j])
             sums[j] = sums[j] + e[0][j] + e[1][j]
             (<vf*>(z + j*256))[0] = PAIRS(e[0][j], e[1][j])
-        y = y + 2*(TILE//VL)
+        y = y + 4
         z = z + (272 if (key + 2) % SPLIT == 0 else 16)     # the second 16 queries lie in between
     if count % 2:
         for j in range(2):
-            x = weight(y[j]*factor - top[j])
+            x = half_weight(y[j]*factor - top[j])
             sums[j] = sums[j] + x
             (<vf*>word_at(out, count - 1, j))[0] = PAIRS(x, VZERO)
     for key in range((count + 1)//2*2, parts(count, SPLIT)*SPLIT, 2):
@@ -3233,7 +3259,7 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
     """o and L of at most TILE queries from q0 on, of one head; k, and v^T a KEYS at a time."""
     cdef idx queries = least(TILE, a.sq - q0), ahead = q0 + a.sk - a.sq
     cdef idx wide = a.wide, tile = TILE*wide
-    cdef idx end = ahead + queries, k0 = 0, keys, shift, i
+    cdef idx end = ahead + queries, k0 = 0, keys, shift, lane, i
     cdef Operand qt, p
     # The thread's scratch: q [TILE, wide], o^T [wide, TILE], s [KEYS, TILE], m, l, fade [TILE]
     cdef float* q = room
@@ -3251,9 +3277,17 @@ cdef void forward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Oper
     memset(l, 0, TILE*sizeof(float))
     memset(ot, 0, tile*sizeof(float))           # queries that see nothing, or are not there
     while k0 < end:
-        keys, shift = least(KEYS, end - k0), ahead - k0
-        scores(rows_from(k, k0), qt, s, a, queries, keys, shift)
-        softmax_tile(s, m, l, fade, queries, keys, shift, a.factor, halves)
+        keys, shift, lane = least(KEYS, end - k0), ahead - k0, 0
+        while lane < queries:
+            if halves != NULL:                  # scores of some queries are used at once: in L1
+                scores(rows_from(k, k0), qt, s, AL, a, lane, keys, shift)
+                softmax_lanes(s, AL, m + lane, l + lane, fade + lane, lane, keys, shift, a.factor,
+                              halves + lane//SPLIT*panel_room(1, KEYS, SPLIT))
+            else:
+                scores(rows_from(k, k0), qt, s + lane, TILE, a, lane, keys, shift)
+                softmax_lanes(s + lane, TILE, m + lane, l + lane, fade + lane, lane, keys, shift,
+                              1, NULL)
+            lane += AL
         if k0:
             fade_columns(ot, fade, wide)
         if halves != NULL:
@@ -3454,44 +3488,41 @@ cdef struct Halves:
     float* dst                      # ds as a right operand [keys, queries]
 
 
-cdef void gradient_tile(float* p, float* ds, const float* lse, const float* delta, idx queries,
-                        idx keys, idx shift, float factor, const Halves* halves) noexcept nogil:
+cdef void gradient_lanes(float* p, float* ds, idx ld, const float* lse, const float* delta,
+                         idx lane, idx keys, idx shift, float factor,
+                         const Halves* halves) noexcept nogil:
     """Scores p to weights 2^(factor p - L); ds, which comes as v do^T, to p*(ds - delta).
 
-    p and ds are [KEYS, TILE], a lane a query; lse, in units of ln2, and delta are [TILE].  The
-    results take their places, or go to `halves`.
+    p and ds are those of AL queries; lse, in units of ln2, and delta theirs.  The results take
+    their places, or go to `halves`.
     """
     cdef vf total[2]
     cdef vf mean[2]
     cdef vf e
     cdef vf* x
     cdef vf* y
-    cdef idx lane = 0, key, j
-    while lane < queries:
+    cdef idx key, j, count = seen(lane, keys, shift)
+    for j in range(2):
+        total[j], mean[j] = (<const vf*>lse)[j], (<const vf*>delta)[j]
+    if halves != NULL:
+        hide(p, ld, -INFINITY, lane, count, shift)
+        hide(ds, ld, 0, lane, count, shift)
+        gradients_in_halves(p, ds, total, mean, count, factor, lane, halves)
+        return
+    for key in range(count):
+        x, y = <vf*>(p + key*ld), <vf*>(ds + key*ld)
         for j in range(2):
-            total[j], mean[j] = (<const vf*>(lse + lane))[j], (<const vf*>(delta + lane))[j]
-        if halves != NULL:
-            hide(p, -INFINITY, lane, seen(lane, keys, shift), shift)
-            hide(ds, 0, lane, seen(lane, keys, shift), shift)
-            gradients_in_halves(p + lane, ds + lane, total, mean, seen(lane, keys, shift), factor,
-                                lane, halves)
-            lane += AL
-            continue
-        for key in range(seen(lane, keys, shift)):
-            x, y = <vf*>(p + key*TILE + lane), <vf*>(ds + key*TILE + lane)
-            for j in range(2):
-                e = weight(x[j]*factor - total[j])
-                x[j] = e
-                y[j] = e*(y[j] - mean[j])
-        hide(p, 0, lane, keys, shift)           # set, not multiplied: exp may have overflowed there
-        hide(ds, 0, lane, keys, shift)
-        lane += AL
+            e = weight(x[j]*factor - total[j])
+            x[j] = e
+            y[j] = e*(y[j] - mean[j])
+    hide(p, ld, 0, lane, keys, shift)           # set, not multiplied: exp may have overflowed there
+    hide(ds, ld, 0, lane, keys, shift)
 
 
 cdef inline void gradients_in_halves(const float* p, const float* ds, const vf* total,
                                      const vf* mean, idx count, float factor, idx lane,
                                      const Halves* halves) noexcept nogil:
-    """gradient_tile for AL queries and `count` keys; a step of 32 keys is filled up with zeros."""
+    """gradient_lanes of p, ds [count, AL]; a step of 32 keys is filled up with zeros."""
     cdef vf e[2]
     cdef vf d[2][2]
     cdef const vf* x = <const vf*>p
@@ -3506,19 +3537,13 @@ cdef inline void gradients_in_halves(const float* p, const float* ds, const vf* 
             continue
         for t in range(2):
             for j in range(2):
-                e[j] = weight(x[t*(TILE//VL) + j]*factor - total[j])
-                d[t][j] = e[j]*(y[t*(TILE//VL) + j] - mean[j])
-            store_pair(halves.p + row + 16*t, e[0], e[1])
-            store_pair(halves.ds + row + 16*t, d[t][0], d[t][1])
+                e[j] = half_weight(x[2*t + j]*factor - total[j])
+                d[t][j] = e[j]*(y[2*t + j] - mean[j])
+            store_both(halves.p + row + 16*t, e[0], e[1])
+            store_both(halves.ds + row + 16*t, d[t][0], d[t][1])
         for j in range(2):
             (<vf*>word_at(dst, key, j))[0] = PAIRS(d[0][j], d[1][j])
-        x, y = x + 2*(TILE//VL), y + 2*(TILE//VL)
-
-
-cdef inline void store_pair(float* y, vf a, vf b) noexcept nogil:
-    """2*VL elements of bf16."""
-    store(<uint16_t*>y, a, VL)
-    store(<uint16_t*>y + VL, b, VL)
+        x, y = x + 4, y + 4
 
 
 cdef void close_gradients(const vf* x, const vf* y, const vf* total, const vf* mean, idx left,
@@ -3530,13 +3555,13 @@ cdef void close_gradients(const vf* x, const vf* y, const vf* total, const vf* m
     for j in range(2):
         e[j], d[j] = VZERO, VZERO
         if left > 0:
-            e[j] = weight(x[j]*factor - total[j])
+            e[j] = half_weight(x[j]*factor - total[j])
             d[j] = e[j]*(y[j] - mean[j])
         (<vf*>word_at(dst, key, j))[0] = PAIRS(d[j], VZERO)
-    store_pair(p, e[0], e[1])
-    store_pair(ds, d[0], d[1])
-    store_pair(p + 16, VZERO, VZERO)
-    store_pair(ds + 16, VZERO, VZERO)
+    store_both(p, e[0], e[1])
+    store_both(ds, d[0], d[1])
+    store_both(p + 16, VZERO, VZERO)
+    store_both(ds + 16, VZERO, VZERO)
 
 
 cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Operand v, Operand kt,
@@ -3546,7 +3571,7 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
     cdef idx wide = a.wide, tile = TILE*wide, each = room_in(a.parts, tile)
     cdef int count = a.parts if a.weights else 0
     # Whole register tiles of keys: the odd ones lie in every query's future and get p = ds = 0.
-    cdef idx end = (ahead + queries + AR - 1)//AR*AR, k0 = 0, keys, shift, i
+    cdef idx end = (ahead + queries + AR - 1)//AR*AR, k0 = 0, keys, shift, lane, ld, i
     cdef Operand qt, dyt, q_rows, dy_rows, p_rows, ds_rows, dst
     cdef Halves halves
     # Scratch: q, dy [TILE, wide], dq^T [wide, TILE], p, ds [KEYS, TILE], lse, delta [TILE]
@@ -3574,11 +3599,16 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
         dy_rows = right(count, dy, wide, False, wide, queries, packed + 3*each)
     memset(dqt, 0, tile*sizeof(float))
     while k0 < end:
-        keys, shift = least(KEYS, end - k0), ahead - k0
-        scores(rows_from(k, k0), qt, p, a, queries, keys, shift)
-        scores(rows_from(v, k0), dyt, ds, a, queries, keys, shift)
-        gradient_tile(p, ds, lse, delta, queries, keys, shift, a.factor,
-                      &halves if a.parts == 1 else NULL)
+        keys, shift, lane = least(KEYS, end - k0), ahead - k0, 0
+        while lane < queries:
+            i, ld = lane, TILE
+            if a.parts == 1:                    # used at once, and small enough for L1
+                i, ld = 0, AL
+            scores(rows_from(k, k0), qt, p + i, ld, a, lane, keys, shift)
+            scores(rows_from(v, k0), dyt, ds + i, ld, a, lane, keys, shift)
+            gradient_lanes(p + i, ds + i, ld, lse + lane, delta + lane, lane, keys, shift,
+                           a.factor, &halves if a.parts == 1 else NULL)
+            lane += AL
         # dv += p^T dy;  dk += ds^T q, dq += ds k, both scaled at the end
         if a.parts == 1:
             p_rows = operand(1, halves.p, panel_room(1, TILE, SPLIT_ROWS), 0)
@@ -3775,7 +3805,7 @@ cdef void lay_rows(const Head* h, idx tile, Desk* d) noexcept nogil:
 
 cdef void head_sums(const Head* h, idx r, idx tile, idx words, const Desk* d) noexcept nogil:
     """Maximum and sum of a range of words, for a tile of rows; the scores of targets in it."""
-    cdef idx k0 = 0, keys, q, word
+    cdef idx k0 = 0, keys, q, word, lane
     cdef float* top = h.top + (r*h.tiles + tile)*TILE
     cdef float* total = h.sum + (r*h.tiles + tile)*TILE
     fill_part(-INFINITY, top, TILE)
@@ -3787,7 +3817,9 @@ cdef void head_sums(const Head* h, idx r, idx tile, idx words, const Desk* d) no
             word = h.targets[q] - r*h.each - k0
             if 0 <= word < keys:
                 h.score[q] = d.s[word*TILE + q % TILE]
-        softmax_tile(d.s, top, total, d.fade, TILE, keys, FAR, h.unit*LOG2_E, NULL)
+        for lane in range(TILE//AL):
+            softmax_lanes(d.s + lane*AL, TILE, top + lane*AL, total + lane*AL, d.fade, 0, keys, FAR,
+                          h.unit*LOG2_E, NULL)
         k0 += KEYS
 
 
