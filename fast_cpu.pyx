@@ -1207,6 +1207,8 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 
 cdef enum:
     KC = 512                # depth of a slice
+    KC_BESIDE = 384         # where its sums stay in L1 anyway: a panel of B leaves them more room
+    DEEP = 4096             # k from which on sums beside C would take too much of L2
     BLOCK_ROWS = 140        # rows of a block where B's panels are shared
     LOW_ROWS = 560          # up to so many rows A is shared: 1.1 MB a slice, or 1.7 in parts
     HALF_L2 = 300000        # floats of A's rows, in a slice, that stay in L2 while columns go by
@@ -1263,7 +1265,7 @@ cdef struct Part:
 
 cdef void lay_out(Product* p) noexcept nogil:
     """Fill in how the product is cut."""
-    cdef idx slices = most(1, parts(p.k, KC)), step
+    cdef idx slices = most(1, parts(p.k, KC_BESIDE if p.half_c else KC)), step
     p.parts = 0
     if p.half:
         p.parts = 1
@@ -1716,7 +1718,11 @@ cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1, float* sums, 
             dropout_row(sums, n, position*p.n + j0, p.key, p.first_sequence + <uint64_t>sequence,
                         p.site, p.threshold, p.keep_scale)
         at = i*p.ldc + j0
-        if p.half_c:
+        if p.half_c and n == SPLIT:     # a copy with constants: loops without tails
+            finish_row(p, sums, second, <uint16_t*>p.c + at,
+                       ahead_of(<const uint16_t*>p.residual, at, p.ldc),
+                       <uint16_t*>p.h + i*(p.n//2) + j0 if p.h != NULL else NULL, SPLIT)
+        elif p.half_c:
             finish_row(p, sums, second, <uint16_t*>p.c + at,
                        ahead_of(<const uint16_t*>p.residual, at, p.ldc),
                        <uint16_t*>p.h + i*(p.n//2) + j0 if p.h != NULL else NULL, n)
@@ -2046,6 +2052,20 @@ cdef void few_rows(const Product* p, idx j0, idx j1) noexcept nogil:
         j += n
 
 
+cdef void run_deep(Product* p):
+    """A product whose sums take a place of their own, all in fp32, and then are finished."""
+    cdef Buffer sums = Buffer(p.m*p.n*sizeof(float))
+    cdef float* s = <float*>sums.address
+    cdef Product q = p[0]
+    cdef idx t, step = most(1, PART//most(1, p.n)), n = p.n//2 if p.h != NULL else p.n
+    q.c, q.ldc, q.half_c, q.acc, q.threshold = s, p.n, False, False, 0
+    q.residual = q.h = NULL
+    run_product(&q)
+    lay_out(p)
+    for t in prange(parts(p.m, step), nogil=True, schedule='dynamic', num_threads=team(p.m*p.n)):
+        finish(p, t*step, least(p.m, t*step + step), 0, n, s + t*step*p.n, p.n, p.n//2)
+
+
 cdef void run_product(Product* p):
     """Take scratch (for which the GIL is needed), then compute on one thread or the team."""
     cdef int threads = 1 if p.m*p.n*p.k < PARALLEL_FROM else THREADS
@@ -2053,6 +2073,9 @@ cdef void run_product(Product* p):
     cdef Buffer own, room
     cdef Plan plan
     cdef float little[LITTLE + 16]      # for 64^3, whose buffer would take a tenth of the time
+    if p.half_c and p.k > DEEP and p.m >= SPLIT_FROM:
+        run_deep(p)
+        return
     lay_out(p)
     if p.m < SPLIT_FROM and p.tb and not p.ta and p.half_a == p.half_b:
         step = most(4, parts(p.n, 4*TASKS*threads)*4)       # columns of a task
