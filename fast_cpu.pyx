@@ -83,6 +83,7 @@ cdef extern from *:
     #define ROUND(x) WIDEN(NARROW(x))
     /* both rounded at once, x before y; words of two, x below y */
     #define BOTH(x, y) ((vf)_mm512_cvtne2ps_pbh((__m512)(y), (__m512)(x)))
+    #define STREAM(p, x) _mm512_stream_ps((float*)(p), (__m512)(x))
     static inline vf PAIRS(vf x, vf y) {
         const vh zip = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
         const __m512i order = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)zip),
@@ -97,7 +98,8 @@ cdef extern from *:
         return (vf)(((u + 0x7fffu + ((u >> 16) & 1)) & 0xffff0000u & ~nan)
                     | ((upper | 0x400000u) & nan)); }
     #define NARROW(x) __builtin_convertvector((vu)ROUND(x) >> 16, vh)
-    #define BOTH(x, y) (x)              /* not called */
+    #define BOTH(x, y) (x)              /* these two are not called */
+    #define STREAM(p, x) (void)(x)
     #define PAIRS(x, y) PAIR(ROUND(x), ROUND(y))
     #define DOT(s, x, y) ((s) + LOWER(x)*LOWER(y) + UPPER(x)*UPPER(y))
     #endif
@@ -290,6 +292,7 @@ cdef extern from *:
     vf PAIR(vf, vf) noexcept nogil
     vf PAIRS(vf, vf) noexcept nogil
     vf BOTH(vf, vf) noexcept nogil
+    void STREAM(void*, vf) noexcept nogil
     vf BROADCAST(const float*) noexcept nogil
     vf RECIPROCAL(vf) noexcept nogil
     float SUM16(vf) noexcept nogil
@@ -1676,7 +1679,7 @@ cdef inline void split_tile(const int count, idx steps, const float* a, const fl
 
 
 cdef inline void finish_row(const Product* p, const float* sums, idx second, real* c,
-                           const real* r, real* h, idx n) noexcept nogil:
+                            const real* r, real* h, idx n) noexcept nogil:
     """n elements of a row of C from their sums: C = sums (+ C) (+ residual), h = SwiGLU of halves.
 
     The sums of the second half lie `second` after those of the first.  They are C itself where C
@@ -1684,6 +1687,16 @@ cdef inline void finish_row(const Product* p, const float* sums, idx second, rea
     """
     cdef idx j = 0
     cdef vf v
+    if h != NULL:                       # whole panels: see gemm()
+        prefetch_write(h + AHEAD*(p.n//2))
+        prefetch_write(h + AHEAD*(p.n//2) + p.nr//2)
+        if real is float:
+            swiglu_row(<const float*>c, <const float*>c + p.n//2, h, n)
+        else:
+            while j < n:
+                swiglu_halves(sums + j, second, <uint16_t*>c + j, p.n//2, <uint16_t*>h + j)
+                j += 2*VL
+        return
     while j < n and (p.beside or r != NULL):
         v = load(sums + j, n - j)
         if p.beside and p.acc:
@@ -1691,13 +1704,25 @@ cdef inline void finish_row(const Product* p, const float* sums, idx second, rea
         if r != NULL:
             v = load(r + j, n - j) + v
         store(c + j, v, n - j)
-        if p.beside and h != NULL:
-            store(c + p.n//2 + j, load(sums + second + j, n - j), n - j)
         j += VL
-    if h != NULL:                       # whole panels: see gemm()
-        prefetch_write(h + AHEAD*(p.n//2))
-        prefetch_write(h + AHEAD*(p.n//2) + p.nr//2)
-        swiglu_row(<const real*>c, <const real*>c + p.n//2, h, n)
+
+
+cdef inline void swiglu_halves(const float* sums, idx second, uint16_t* c, idx up,
+                               uint16_t* h) noexcept nogil:
+    """The next 2*VL elements of SwiGLU in bf16: gate and up past the caches, h into them.
+
+    h is read next, gate and up on the way back: as lines that were not read first they cost half.
+    """
+    cdef vf g0, g1, u0, u1
+    g0, g1 = ROUND((<const vf*>sums)[0]), ROUND((<const vf*>sums)[1])
+    u0, u1 = ROUND((<const vf*>(sums + second))[0]), ROUND((<const vf*>(sums + second))[1])
+    if WITH_DOT and (<size_t>c | <size_t>(c + up)) % 64 == 0:
+        STREAM(c, BOTH(g0, g1))
+        STREAM(c + up, BOTH(u0, u1))
+    else:
+        store_both(c, g0, g1)
+        store_both(c + up, u0, u1)
+    store_both(h, silu(g0)*u0, silu(g1)*u1)
 
 
 cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1, float* sums, idx ld,
@@ -1767,7 +1792,7 @@ cdef void multiply_panel(const Product* p, const Part* have, idx first, idx end,
     cdef bint acc = p.acc and not p.beside or s > 0
     cdef idx size = 2 if p.half_c else 4, width = size*least(p.nr, p.n - j)     # bytes
     cdef const char* z = <const char*>p.c + size*(first*p.mr*p.ldc + j)
-    if p.beside and s + 1 < p.slices:
+    if p.beside and (s + 1 < p.slices or p.h != NULL):
         width = 0
     if have.b != NULL:
         b = panel_at(p, have, q, half, s)
