@@ -257,12 +257,18 @@ cdef extern from *:
                 ADD_WITHIN(sums[i][j], (a)[i*(step)], row_[j]); \
             else { x_ = (a)[i*(step)] - VZERO; ADD(sums[i][j], x_, row_[j]); } } \
         __asm__ volatile("" ::: "memory"); } while (0)  /* or loads are hoisted, and sums spilled */
+    /* the same for a word of rows of A, 16 apart, and two vectors of words: pairs of bf16 */
+    enum { DOT_ROWS = VL == 16 ? 8 : 4 };
+    #define DOT_ADD(sums, rows, a, b, c) do { vf x_, y_ = *(const vf*)(b), z_ = *(const vf*)(c); \
+        _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) { x_ = BROADCAST((a) + 16*i); \
+            sums[i][0] = DOT(sums[i][0], x_, y_); sums[i][1] = DOT(sums[i][1], x_, z_); } \
+        } while (0)
     #define TILE_STORE(sums, rows, cols, c, ldc, acc) do { \
         if (acc) { EACH(rows, cols) ((vf*)((c) + i*(ldc)))[j] += sums[i][j]; } \
         else { EACH(rows, cols) ((vf*)((c) + i*(ldc)))[j] = sums[i][j]; } } while (0)
     #define fmaf1(a, b, c) __builtin_fmaf(a, b, c)      /* one rounding, spelled out */
     """
-    enum: VL, MR, NV, NR, WITH_OPENMP, WITH_AMX, WITH_DOT
+    enum: VL, MR, NV, NR, WITH_OPENMP, WITH_AMX, WITH_DOT, DOT_ROWS
     ctypedef float vf
     ctypedef uint16_t vh
     ctypedef int vi
@@ -305,6 +311,7 @@ cdef extern from *:
     void FORGET(void*) noexcept nogil
     void TILE_LOAD(vf (*)[3], int, int, const float*, Py_ssize_t) noexcept nogil
     void TILE_ADD(vf (*)[3], int, int, const float*, Py_ssize_t, const float*) noexcept nogil
+    void DOT_ADD(vf (*)[3], int, const float*, const float*, const float*) noexcept nogil
     void TILE_STORE(vf (*)[3], int, int, float*, Py_ssize_t, bint) noexcept nogil
     void prefetch_write(const void*) noexcept nogil
     void prefetch_l2(const void*) noexcept nogil
@@ -1609,30 +1616,27 @@ cdef inline void multiply_step(const int count, const float* a, const float* b) 
 
 cdef void dot_tile(idx steps, const float* a, const float* b, float* c, idx ldc,
                    bint acc) noexcept nogil:
-    """The same tile in one part without AMX: four rows by two vectors at a time, pair by pair."""
-    cdef vf sums[4][2]
-    cdef vf x, y0, y1
+    """The same tile in one part without AMX: DOT_ROWS rows by two vectors at a time, pair by pair.
+    """
+    cdef vf sums[8][3]
     cdef const float* u
     cdef const float* v
-    cdef idx i, j, k, r, t, next = 256 if VL == 16 else VL  # from the first vector to the second
-    for i in range(0, SPLIT_ROWS, 4):
-        for t in range(SPLIT//(2*VL)):
-            j = 2*t*VL
-            u, v = a + 16*i, b + j//16*256 + j % 16
-            for r in range(4):
-                sums[r][0] = (<vf*>(c + (i + r)*ldc + j))[0] if acc else VZERO
-                sums[r][1] = (<vf*>(c + (i + r)*ldc + j))[1] if acc else VZERO
-            for k in range(16*steps):
-                y0, y1 = (<const vf*>v)[0], (<const vf*>(v + next))[0]
-                for r in range(4):
-                    x = BROADCAST(u + 16*r)
-                    sums[r][0], sums[r][1] = DOT(sums[r][0], x, y0), DOT(sums[r][1], x, y1)
-                u, v = u + 1, v + 16
-                if k % 16 == 15:                            # the next step
-                    u, v = u + 240, v + 256
-            for r in range(4):
-                (<vf*>(c + (i + r)*ldc + j))[0] = sums[r][0]
-                (<vf*>(c + (i + r)*ldc + j))[1] = sums[r][1]
+    cdef float* z
+    cdef idx i, j, k, t, next = 256 if VL == 16 else VL     # from the first vector to the second
+    for i in range(SPLIT_ROWS//DOT_ROWS):
+        for j in range(SPLIT//(2*VL)):
+            u, z = a + 16*DOT_ROWS*i, c + DOT_ROWS*i*ldc + 2*VL*j
+            v = b + 2*VL*j//16*256 + 2*VL*j % 16
+            if acc:
+                TILE_LOAD(sums, DOT_ROWS, 2, z, ldc)
+            else:
+                TILE_CLEAR(sums, DOT_ROWS, 2)
+            for t in range(steps):
+                for k in range(16):
+                    DOT_ADD(sums, DOT_ROWS, u, v, v + next)
+                    u, v = u + 1, v + 16
+                u, v = u + 240, v + 256                     # the next step
+            TILE_STORE(sums, DOT_ROWS, 2, z, ldc, False)
 
 
 cdef inline void split_tile(const int count, idx steps, const float* a, const float* b, float* c,

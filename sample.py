@@ -49,8 +49,8 @@ class Settings:
                                "checkpoint under runs/)", "path", "Model")
     device: str = setting("auto", "where to compute; this build has cpu", group="Model",
                           choices=("auto", "cpu", "cuda"))
-    dtype: str = setting("auto", "f32 to compute in; with --export, of the file", group="Model",
-                         choices=("auto", "f32", "bf16"))
+    dtype: str = setting("auto", "what to compute in (auto: as the run did); with --export, of the "
+                                 "file (auto: f32)", group="Model", choices=("auto", "f32", "bf16"))
     prompt: str = setting("", "text to continue; empty starts from end of text", group="Text")
     max_new: int = setting(100, "at most so many new ones", "tokens", group="Text", least=1,
                           most=10**9)
@@ -74,21 +74,20 @@ def read_settings(argv):
     parser = xtrain.parser_of(Settings, "sample.py", __doc__.split("\n\n")[0],
                               "Examples and formats: the head of sample.py.")
     s = Settings(**xtrain.parse(Settings, parser, argv))
-    xtrain.machine(s.device)                    # refuses one that is not there
-    if s.dtype == "bf16" and (s.export is None or s.eval is not None):
-        raise Refused("--dtype bf16: this build of xtrain computes in f32; bf16 is for --export")
+    xtrain.machine(s.device, "f32")             # refuses one that is not there
     return s
 
 
 # ---- 2. Model ------------------------------------------------------------------------------------
 
-def load(path):
+def load(path, dtype):
     """(model, tokenizer) of what --model names; Refused if a part is missing or they do not fit."""
     folder = xtrain.find_model(path)
     if path is None and sys.stderr.isatty():
         say(f"model {folder}")
     tokenizer = xtrain.Tokenizer.load(folder)
-    model = xtrain.load_pretrained(folder)
+    dtype = xtrain.run_dtype(folder) if dtype == "auto" else dtype
+    model = xtrain.load_pretrained(folder, dtype=dtype)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise Refused(f"{folder}: tokenizer.json has {tokenizer.vocab_size} ids, config.json only "
                       f"{model.config.vocab_size}: they are not of one model; copy the right one")
@@ -245,7 +244,7 @@ def main(argv):
     s = read_settings(argv)
     if s.export is not None:
         check_export(s.export)
-    model, tokenizer = load(s.model)
+    model, tokenizer = load(s.model, s.dtype)
     if s.eval is not None:
         measure(s, model, tokenizer)
     if s.export is not None:

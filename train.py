@@ -122,7 +122,8 @@ class Settings:
 
     # none of these changes what is computed, only how (bf16 apart)
     device: str = setting("auto", "where to compute", "", MACHINE, choices=("auto", "cpu", "cuda"))
-    dtype: str = setting("auto", "what to compute in", "", MACHINE, choices=("auto", "f32", "bf16"))
+    dtype: str = setting("auto", "what to compute in; auto is bf16 where that is faster", "",
+                         MACHINE, choices=("auto", "f32", "bf16"))
     threads: int = setting(None, "CPU threads (physical cores); changes no result", "", MACHINE,
                            least=1, most=1024)
     flash: bool = setting(True, "attention in tiles; --no-flash: composed, the reference", "",
