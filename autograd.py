@@ -55,9 +55,9 @@ class Node:
     `shared` outputs are slices that tile one storage (q, k and v); their gradients are such slices
     too, so that the backward can treat them as the one tensor they came from.
     """
-    # sinks: per input, None where no gradient is wanted.  layouts: shape, strides, offset, dtype per
-    # output.  grads: per output, None until a consumer has given one.  base: what shared gradients
-    # lie in.  again: None, or a function that gives all outputs once more.
+    # sinks: per input, None where no gradient is wanted.  layouts: shape, strides, offset and dtype
+    # per output.  grads: per output, None until a consumer has given one.  base: what shared
+    # gradients lie in.  again: None, or a function that gives all outputs once more.
     __slots__ = ("number", "sinks", "backward", "again", "layouts", "shared", "base", "lent",
                  "grads")
 
@@ -184,8 +184,8 @@ def tracked(t):
     return t is not None and (t.requires_grad or t.node is not None)
 
 
-# Outputs below this many bytes are kept even if they can be made again: a model with rows that small
-# needs no memory saved, and making them again takes nano 6 % of a step.
+# Outputs below this many bytes are kept even if they can be made again: a model with rows that
+# small needs no memory saved, and making them again takes nano 6 % of a step.
 KEEP_BELOW = 1 << 22
 
 
@@ -587,7 +587,7 @@ def dropout(x, how):
 # it, and micro-steps need no buffer of their own.
 
 def embed(tokens, w, order=None, dtype="f32"):
-    """w[tokens] in the dtype; `order`, the stable argsort of the flattened tokens, is computed if not given.
+    """w[tokens] in the dtype; `order`, the stable argsort of the tokens, is computed if not given.
 
     dw[t] is the sum of g over the positions of t, taken in that order: one order, so one result.
     """

@@ -178,7 +178,7 @@ cdef extern from *:
     /* the halves of words, which are bf16, as fp32; two of these in one word, x below y */
     #define UPPER(x) ((vf)((vu)(x) & 0xffff0000u))
     #define LOWER(x) ((vf)((vu)(x) << 16))
-    /* 1/x for normal x.  AVX-512: 14 bits and a step of Newton's, 1 ulp, in 5 instead of 16 cycles */
+    /* 1/x for normal x; AVX-512: 14 bits and a step of Newton's, 1 ulp, in 5 cycles, not 16 */
     #if defined(__AVX512F__)
     static inline vf RECIPROCAL(vf x) {
         vf r = (vf)_mm512_rcp14_ps((__m512)x); return r + r*(1.0f - x*r); }
@@ -1336,7 +1336,7 @@ cdef inline idx tiles_of(bint across, bint turn) noexcept nogil:
 
 cdef inline void split_step(const bint full, const bint across, const bint turn, const float* x,
                             idx ld, idx kc, idx rows, float* out) noexcept nogil:
-    """A step of a panel in three parts, see pack_parts; `kc` k and `rows` rows of it, if not `full`.
+    """A step of a panel in three parts, see pack_parts; `kc` k, `rows` rows of it, if not `full`.
 
     A word holds k and k + 16.
     """
@@ -1644,8 +1644,9 @@ cdef inline void split_tile(const int count, idx steps, const float* a, const fl
                             idx ahead, const char* z, idx z_row, idx z_width) noexcept nogil:
     """The tile in parts: C[rows, cols] (+)= one panel of A times one of B, both of 32 a step.
 
-    Fetched on the way as in register_tile; z: where rows of z_width bytes (or 0) will be written.  The sums go on from C instead of joining it: two loads
-    instead of 32 additions, and 8,192 k are still only 256 roundings.
+    Fetched on the way as in register_tile; z: where rows of z_width bytes (or 0) will be written.
+    The sums go on from C instead of joining it: two loads instead of 32 additions, and 8,192 k are
+    still only 256 roundings.
     """
     cdef float tile[TILE_MAX]
     cdef idx k, i, each = parts(SPLIT_ROWS, most(1, steps)) if z_width else 0
@@ -3895,7 +3896,8 @@ cdef void weigh(const Head* h, idx tile, idx first, idx keys, float* s) noexcept
             s[word*TILE + q % TILE] -= 1
 
 
-cdef void halve(const float* p, idx keys, const Operand* rows, const Operand* across) noexcept nogil:
+cdef void halve(const float* p, idx keys, const Operand* rows,
+                const Operand* across) noexcept nogil:
     """p [keys, TILE] as operands of bf16: by keys, and across; filled up to whole steps."""
     cdef idx key, j, t, lane
     cdef vf x[2][2]
@@ -4019,8 +4021,8 @@ def head_loss(size_t x, size_t w, size_t targets, size_t losses, idx rows, idx d
     """losses[rows] (double) and, where there is a place for them, gradients times scale.
 
     x [rows, dim], bf16 if half, w [words, dim] of which `vocab` count, targets int64 [rows]: below
-    vocab, and below 0 for a loss and gradients of 0.  dx [rows, dim] and dw [words, dim] are written, or added
-    to; rows of dw past the vocabulary get 0.
+    vocab, and below 0 for a loss and gradients of 0.  dx [rows, dim] and dw [words, dim] are
+    written, or added to; rows of dw past the vocabulary get 0.
     """
     cdef Head h
     cdef Desk d

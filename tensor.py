@@ -343,8 +343,8 @@ def need(true, name, why, *tensors):
 
 # ---- 3. The table --------------------------------------------------------------------------------
 
-# Parameters that are not of a row's own dtypes, whatever the row.  Weights, their gradients and what
-# rows keep of their sums are f32 also where activations are bf16.
+# Parameters that are not of a row's own dtypes, whatever the row.  Weights, their gradients and
+# what rows keep of their sums are f32 also where activations are bf16.
 FIXED = {"tokens": ("i64",), "targets": ("i64",), "order": ("i64",), "blocks": ("f64",),
          "hyper": ("f64",), "clip": ("f64",)} | dict.fromkeys(
              ("w", "dw", "cos", "sin", "q_weight", "k_weight", "dq_weight", "dk_weight", "rstd",

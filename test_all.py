@@ -17,11 +17,12 @@ How it reads, top to bottom:
  7. Parity            logits, loss, gradients and 20 AdamW steps against transformers
  8. Bitwise promises  threads, seeds, recompute, dropout 0, accumulation of 1, resume
  9. Accumulation      4x4 = 16x1 = 8x2 with dropout and ignored targets; flash = composed
-10. Memory            empty regions, page faults, a constant pool, padding that stays zero
-11. Instruction sets  the smoke subset once more for every build this machine can run
-12. Data              tokenizers, chunk edges, refusals, the cache, the loader, evaluation
-13. Generation        cache, sampling, greedy parity, sample.py and what it refuses
-14. Training          the command: resume, signals, kills, damage, bad input, what it leaves
+10. bf16              rounded once, the rule of errors, exact sums, bitwise promises, the model
+11. Memory            empty regions, page faults, a constant pool, padding that stays zero
+12. Instruction sets  the smoke subset once more for every build this machine can run
+13. Data              tokenizers, chunk edges, refusals, the cache, the loader, evaluation
+14. Generation        cache, sampling, greedy parity, sample.py and what it refuses
+15. Training          the command: resume, signals, kills, damage, bad input, what it leaves
 
 An operation of yours is one line in section 3: case(name, function, float64 formula, shapes).
 The harness compares the result with the formula and the gradient of every input with its central
@@ -2347,7 +2348,1067 @@ def test_packed_weights():
         assert_same_bits(weights[name], other[name], name)
 
 
-# ---- 10. Memory ---------------------------------------------------------------------------------
+# ---- 10. bf16 -----------------------------------------------------------------------------------
+# Four oracles, from the strictest to the loosest.  Where nothing needs rounding, bf16 has the bits
+# of f32.  What the design rounds once is the float64 formula rounded once.  What it rounds more
+# often errs at most twice (gradients three times) what the same formula errs that is composed of
+# bf16 primitives, which round after every step.  And no bit depends on threads, packing,
+# recompute or neighbours.
+#
+# An input in parentheses is an activation, stored in bf16; one in brackets a weight, f32.
+
+UNIT = 2.0**-9          # half a unit in the last of 8 bits, relative to a number just under 2
+
+
+def rounded(x):
+    """The bf16 numbers nearest to x, ties to even, as float32."""
+    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+
+
+def own16(array, grad=False):
+    """An xtrain tensor in bf16."""
+    t = tensor.cast(own(np.asarray(array, np.float32)), "bf16")
+    t.requires_grad = grad
+    return t
+
+
+def normal16(rng, shape):
+    """Normal numbers that bf16 can hold."""
+    return rounded(rng.standard_normal(shape, np.float32))
+
+
+def build16(seed=0, **settings):
+    """`build` in bf16."""
+    return xtrain.Decoder(xtrain.Config(**{**TINY, **settings}), dtype="bf16", seed=seed)
+
+
+# Rounded once.  A second rounding, a sum kept in bf16 between blocks of K, a weight or a table
+# rounded that should not be (or not rounded that should be) breaks the bound in a quarter of the
+# entries or more.
+
+def half_unit(x):
+    """Half the distance of neighbouring bf16 numbers around x: the most that one rounding errs."""
+    return np.ldexp(1.0, np.frexp(x)[1] - 9)*(x != 0)
+
+
+def assert_rounded_once(actual, exact, what=""):
+    """Each entry is within half a unit of the truth, and f32's error before it was rounded."""
+    actual, exact = np.asarray(actual, np.float64), np.asarray(exact, np.float64)
+    assert actual.shape == exact.shape, f"{what}: shape {actual.shape}, expected {exact.shape}"
+    granted = half_unit(exact) + TOLERANCE*np.abs(exact).max() + 1e-30
+    worst = (np.abs(actual - exact)/granted).max()
+    assert worst <= 1, f"{what}: {worst:.2f} times the error of one rounding"
+
+
+ONCE: dict[str, Case] = {}
+
+
+def once(name, own_function, oracle, *inputs):
+    """Enter a case of one rounding; weights stay f32 numbers that bf16 cannot hold."""
+    assert name not in ONCE, f"two cases are called {name}"
+    ONCE[name] = Case(name, own_function, oracle, inputs)
+
+
+def sum_and_norm64(x, residual, w, eps=1e-6):
+    """add_rmsnorm, whose norm is that of the rounded sum, the only one that is stored."""
+    return x + residual, rmsnorm64(np.float64(rounded(x + residual)), w, eps)
+
+
+# Primitives.  A number or a 0-d tensor is used as it is, in f32.
+for a, b in [((1,), (1,)), ((7, 33), (33,)), ((3, 1, 5), (4, 1)), ((130, 131), (130, 131))]:
+    once(f"add {a} {b}", ag.add, np.add, a, b)
+    once(f"sub {a} {b}", ag.sub, np.subtract, a, b)
+    once(f"mul {a} {b}", ag.mul, np.multiply, a, b)
+    once(f"div {a} {b}", ag.div, np.divide, a, far(*b))
+once("x*s", ag.mul, np.multiply, (65, 33), [])
+once("s - x", ag.sub, np.subtract, [], (65, 33))
+once("0.3*x", lambda x: 0.3*x, lambda x: 0.3*x, (65, 33))
+once("-x of a slice", lambda x: -x[:, 1::2], lambda x: -x[:, 1::2], (9, 33))
+for shape in [(1,), (3, 17), (129, 130)]:
+    once(f"exp {shape}", ag.exp, np.exp, shape)
+    once(f"silu {shape}", ag.silu, silu64, shape)
+    once(f"gelu {shape}", ag.gelu, gelu64, shape)
+    once(f"softmax {shape}", ag.softmax, softmax64, shape)
+    once(f"sum {shape}", lambda x: ag.sum(x, -1), lambda x: x.sum(-1), shifted(*shape))
+    once(f"sum of all {shape}", ag.sum, np.sum, shifted(*shape))
+once("sum of 40,000", lambda x: ag.sum(x, 0), lambda x: x.sum(0), shifted(40000, 2))
+once("sum, axes kept", lambda x: ag.sum(x, None, True), lambda x: x.sum(keepdims=True),
+     shifted(5, 7))             # a result with axes is bf16, or x/x.sum() would become f32
+once("softmax of a transpose", lambda x: ag.softmax(ag.transpose(x)), lambda x: softmax64(x.T),
+     (17, 5))
+
+# Products: rows and columns around tiles of 16 and 32, K odd, K over 512 and over 1024.
+for m, n, k in [(1, 1, 1), (1, 33, 31), (3, 1, 65), (5, 17, 33), (15, 16, 32), (16, 15, 1),
+                (16, 32, 64), (17, 33, 65), (31, 31, 31), (32, 65, 513), (33, 129, 1025),
+                (48, 16, 1100), (1, 259, 1030), (7, 8225, 3), (600, 70, 33)]:
+    once(f"linear {m} {n} {k}", ag.linear, lambda x, w: x @ rounded(w).T, (m, k), [n, k])
+    once(f"linear + residual {m} {n} {k}", ag.linear, lambda x, w, r: x @ rounded(w).T + r,
+         (m, k), [n, k], (m, n))
+    once(f"matmul {m} {n} {k}", ag.matmul, np.matmul, (m, k), (k, n))
+    once(f"matmul by a weight {m} {n} {k}", ag.matmul, lambda x, w: x @ rounded(w), (m, k), [k, n])
+once("linear of a slice", lambda x, w: ag.linear(x[:, 1:], w), lambda x, w: x[:, 1:] @ rounded(w).T,
+     (3, 8, 17), [33, 17])
+once("linear of every other", lambda x, w: ag.linear(x[..., ::2], w[:, 1:]),
+     lambda x, w: x[..., ::2] @ rounded(w)[:, 1:].T, (2, 9, 34), [33, 18])
+once("linear by a transpose", lambda x, w: ag.linear(x, ag.transpose(w)),
+     lambda x, w: x @ rounded(w), (3, 8, 17), [17, 33])
+once("matmul of transposes", lambda a, b: ag.transpose(a) @ ag.transpose(b),
+     lambda a, b: a.T @ b.T, (129, 33), (35, 129))
+once("matmul of slices", lambda a, b: a[1:, 2:] @ b[:, 1:], lambda a, b: a[1:, 2:] @ b[:, 1:],
+     (18, 35), (33, 18))
+once("matmul, batched", ag.matmul, np.matmul, (2, 3, 15, 33), (2, 3, 33, 17))
+once("matmul, batch broadcast", ag.matmul, np.matmul, (2, 3, 17, 5), (3, 5, 9))
+
+# Dropout scales and adds the residual before it rounds.
+for shape, inner in [((1, 1, 4), 5), ((2, 7, 33), 1100), ((2, 33, 130), 65)]:
+    once(f"dropout {shape}", lambda x: ag.dropout(x, DROPS), lambda x: x*mask64(x.shape, *DROPS),
+         shape)
+    once(f"linear, dropout {shape}", lambda x, w, r: ag.linear(x, w, r, DROPS),
+         lambda x, w, r: x @ rounded(w).T*mask64(r.shape, *DROPS) + r,
+         (*shape[:2], inner), [shape[2], inner], shape)
+
+# Norms and rotation: from bf16 to bf16 with all between in f32, so that a weight of 1.001, which
+# bf16 cannot hold, is not lost.
+for shape in [(1, 1), (3, 5), (2, 15, 16), (5, 33), (1, 1100), (2, 65, 129)]:
+    once(f"rmsnorm {shape}", lambda x, w: ag.add_rmsnorm(x, None, w), rmsnorm64, shape,
+         [shape[-1]])
+    once(f"add_rmsnorm {shape}", ag.add_rmsnorm, sum_and_norm64, shape, shape, [shape[-1]])
+once("qk_norm_rope of a slice",
+     lambda x, q, k: ag.qk_norm_rope(x[:, 1:, ::2], *tensor.cos_sin(8, 6), 4, 2, q, k),
+     lambda x, q, k: qk_norm_rope64(x[:, 1:, ::2], *rope_tables64(8, 6), 4, 2, q, k),
+     (2, 9, 2*8*6), [6], [6])
+once("rmsnorm of a slice", lambda x, w: ag.add_rmsnorm(x[:, 1:, ::2], None, w),
+     lambda x, w: rmsnorm64(x[:, 1:, ::2], w), (2, 9, 66), [33])
+for batch, seq, heads, kv, dim in [(1, 1, 1, 1, 2), (2, 7, 6, 2, 8), (1, 5, 15, 5, 20),
+                                   (1, 33, 4, 1, 32), (2, 17, 2, 2, 96), (1, 9, 3, 1, 128)]:
+    tables = [x.astype(np.float32) for x in rope_tables64(seq, dim, 100.0)]
+    settings, given = (*tables, heads, kv), (*map(own, tables), heads, kv)
+    once(f"qk_norm_rope {batch} {seq} {heads}/{kv} {dim}",
+         lambda x, q, k, s=given: ag.qk_norm_rope(x, *s, q, k),
+         lambda x, q, k, s=settings: qk_norm_rope64(x, *s, q, k),
+         (batch, seq, (heads + 2*kv)*dim), [dim], [dim])
+    once(f"rope {batch} {seq} {heads}/{kv} {dim}", lambda x, s=given: ag.qk_norm_rope(x, *s),
+         lambda x, s=settings: qk_norm_rope64(x, *s), (batch, seq, (heads + 2*kv)*dim))
+
+
+def drawn16(rng, shape, weights_too=False):
+    """(array, is it a weight?) of an input of a case; activations always fit bf16."""
+    if isinstance(shape, list):
+        x = rng.standard_normal(shape, np.float32)
+        return (rounded(x) if weights_too else x), True
+    return rounded(shape(rng)) if callable(shape) else normal16(rng, shape), False
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("case", ONCE.values(), ids=str)
+def test_bf16_rounds_once(case):
+    """Result = the float64 formula, rounded: catches partial sums in bf16, a product rounded before
+    its residual or dropout, weights rounded in norms or not rounded in products."""
+    rng = rng_of(case.name + " once")
+    drawn = [drawn16(rng, shape) for shape in case.inputs]
+    exact = as_list(case.oracle(*(a.astype(np.float64) for a, _ in drawn)))
+    results = as_list(case.own(*((own if weight else own16)(a) for a, weight in drawn)))
+    for r, e in zip(results, exact, strict=True):
+        assert r.dtype == ("bf16" if r.ndim else "f32")         # a single number is not rounded
+        (assert_rounded_once if r.ndim else assert_close)(r.numpy(), e, what=case.name)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("m, n, k", [(1, 1, 1), (1, 33, 5), (5, 17, 33), (15, 31, 16),
+                                     (16, 33, 32), (33, 65, 17), (520, 33, 65), (1100, 16, 31)])
+def test_bf16_gradients_of_a_product(m, n, k):
+    """dx is rounded once, dw not at all, the residual's is g itself: catches a weight gradient that
+    passes through bf16 (an error of 2e-3), or one that sums its rows there."""
+    rng = rng_of(f"gradients {m} {n} {k}")
+    x, g, w = normal16(rng, (m, k)), normal16(rng, (m, n)), rng.standard_normal((n, k))
+    tx, tr, tw = own16(x, True), own16(g, True), own(w, True)
+    ag.linear(tx, tw, tr).backward(own16(g))
+    assert [t.grad.dtype for t in (tx, tr, tw)] == ["bf16", "bf16", "f32"]
+    assert_rounded_once(tx.grad.numpy(), np.float64(g) @ rounded(w), "dx")
+    assert_close(tw.grad.numpy(), np.float64(g).T @ x, what="dw")
+    assert_same_bits(tr.grad.numpy(), g, "dresidual")
+
+
+def test_bf16_many_micro_steps():
+    """A hundred equal gradients add up to a hundred: kept in bf16, the sum would stand still after
+    some (256 + 1 is 256 there) or drift."""
+    x, w = own16(np.ones((16, 33))), own(np.zeros((17, 33)), grad=True)
+    norm = own(np.ones(33), grad=True)
+    for _ in range(100):
+        ag.linear(x, w).backward(own16(np.full((16, 17), 0.34375)))
+        ag.add_rmsnorm(x, None, norm, 0.0).backward(own16(np.full((16, 33), 0.34375)))
+    assert_close(w.grad.numpy(), np.full((17, 33), 100*16*0.34375), what="product")
+    assert_close(norm.grad.numpy(), np.full(33, 100*16*0.34375), what="norm")
+
+
+# The rule: the same formula from primitives, all of them in bf16, weights as well.  Its products
+# are sums of rounded products, so that what is measured does not measure itself.
+
+def made(function, slope):
+    """A primitive that the table lacks: function(x) and g*slope(x), computed in f32 and rounded."""
+    def operation(x):
+        values = x.numpy()
+        return ag.record(own16(function(values)), (x,),
+                         lambda g, sink: sink.give(own16(g.numpy()*slope(values))))
+    return operation
+
+
+naive_log = made(np.log, lambda x: 1/x)
+naive_rsqrt = made(lambda x: x**-0.5, lambda x: -0.5*x**-1.5)
+
+
+def naive_product(x, w):
+    """x w^T."""
+    terms = x.reshape(-1, 1, x.shape[-1])*w.reshape(1, *w.shape)
+    return ag.sum(terms, -1).reshape(*x.shape[:-1], w.shape[0])
+
+
+def naive_linear(x, w, residual=None, how=None):
+    """residual + dropout(x w^T)."""
+    y = naive_product(x, w)
+    y = naive_dropout(y, how) if how else y
+    return y if residual is None else y + residual
+
+
+def naive_dropout(x, how):
+    """x times its scaled mask."""
+    return x*own16(mask64(x.shape, *how))
+
+
+def naive_rmsnorm(x, w, eps=1e-6):
+    """x/rms(x)*w."""
+    return x*naive_rsqrt(ag.mean(x*x, -1, True) + eps)*w
+
+
+def naive_add_rmsnorm(x, residual, w, eps=1e-6):
+    """The sum and its norm."""
+    total = x + residual
+    return total, naive_rmsnorm(total, w, eps)
+
+
+def naive_rope(x, cos, sin):
+    """x cos + (-second half | first half) sin; the halves change places by a product with 0, 1, -1.
+    """
+    one, none = np.eye(x.shape[-1]//2), np.zeros((x.shape[-1]//2,)*2)
+    cos, sin = (own16(np.concatenate([t, t], -1)[:, None]) for t in (cos, sin))
+    return x*cos + x @ own16(np.block([[none, one], [-one, none]]))*sin
+
+
+def naive_qk_norm_rope(qkv, cos, sin, heads, kv_heads, qw=None, kw=None):
+    """q, k, v of the fused projection."""
+    x = qkv.reshape(*qkv.shape[:2], heads + 2*kv_heads, -1)
+    q, k, v = x[:, :, :heads], x[:, :, heads:heads + kv_heads], x[:, :, heads + kv_heads:]
+    if qw is not None:
+        q, k = naive_rmsnorm(q, qw), naive_rmsnorm(k, kw)
+    return naive_rope(q, cos, sin), naive_rope(k, cos, sin), v
+
+
+def naive_attention(q, k, v, scale=None):
+    """softmax(scale q k^T + mask) v."""
+    group, (sq, sk) = q.shape[2]//k.shape[2], (q.shape[1], k.shape[1])
+    q, k, v = (ag.transpose(t, 0, 2, 1, 3)
+               for t in (q, ag.repeat_kv(k, group), ag.repeat_kv(v, group)))
+    future = own16(np.triu(np.full((sq, sk), -np.inf), sk - sq + 1))
+    scores = q @ ag.transpose(k)*(q.shape[-1]**-0.5 if scale is None else scale)
+    return ag.transpose(ag.softmax(scores + future) @ v, 0, 2, 1, 3)
+
+
+def naive_swiglu(x, w):
+    """silu(x gate^T) * (x up^T)."""
+    half = w.shape[0]//2
+    return ag.silu(naive_product(x, w[:half]))*naive_product(x, w[half:])
+
+
+def naive_head(x, w, targets, denominator=None, vocab=None):
+    """Cross entropy of x w^T over the first `vocab` rows of w."""
+    logits = naive_product(x.reshape(-1, x.shape[-1]), w[:vocab])
+    aims, top = targets.reshape(-1, 1), own16(logits.numpy().max(-1, keepdims=True))
+    total = naive_log(ag.sum(ag.exp(logits - top), -1, True)) + top
+    picked = ag.sum(logits*own16(np.arange(logits.shape[1]) == aims), -1, True)
+    return ag.sum((total - picked)*own16(aims >= 0))*(1/(denominator or (aims >= 0).sum()))
+
+
+RULE: dict[str, Case] = {}
+
+
+def rule(name, own_function, naive, *inputs):
+    """Enter a case of the rule; its truth is own_function in f32."""
+    assert name not in RULE, f"two cases are called {name}"
+    RULE[name] = Case(name, own_function, naive, inputs)
+
+
+for rows, inner, out in [(1, 1, 1), (3, 31, 7), (15, 33, 17), (16, 32, 33), (33, 65, 16),
+                         (130, 67, 31), (3, 1100, 33), (17, 513, 15)]:
+    rule(f"linear {rows} {inner} {out}", ag.linear, naive_linear, (rows, inner), [out, inner])
+    rule(f"linear + residual {rows} {inner} {out}", ag.linear, naive_linear, (rows, inner),
+         [out, inner], (rows, out))
+    rule(f"matmul {rows} {inner} {out}", lambda a, b: a @ ag.transpose(b), naive_product,
+         (rows, inner), (out, inner))
+rule("linear, residual = input", lambda x, w: ag.linear(x, w, x),
+     lambda x, w: naive_linear(x, w, x), (2, 17, 17), [17, 17])
+rule("linear of slices", lambda x, w: ag.linear(x[:, 1:, ::2], w[1:]),
+     lambda x, w: naive_product(x[:, 1:, ::2], w[1:]), (3, 8, 34), [33, 17])
+for shape, inner in [((1, 1, 4), 5), ((2, 7, 33), 1100), ((2, 33, 66), 31)]:
+    rule(f"dropout {shape}", lambda x: ag.dropout(x, DROPS), lambda x: naive_dropout(x, DROPS),
+         shape)
+    rule(f"linear, dropout {shape}", lambda x, w, r: ag.linear(x, w, r, DROPS),
+         lambda x, w, r: naive_linear(x, w, r, DROPS), (*shape[:2], inner), [shape[2], inner],
+         shape)
+rule("mean", lambda x: ag.mean(x, -1), lambda x: ag.sum(x, -1)*(1/65), shifted(33, 65))
+rule("softmax", ag.softmax, lambda x: ag.exp(x)/ag.sum(ag.exp(x), -1, True), (33, 65))
+rule("silu", ag.silu, lambda x: x/(ag.exp(-x) + 1), (33, 65))
+
+for shape in [(1, 2), (3, 5), (2, 15, 16), (5, 33), (1, 1100), (2, 65, 129)]:
+    rule(f"rmsnorm {shape}", lambda x, w: ag.add_rmsnorm(x, None, w), naive_rmsnorm, shape,
+         [shape[-1]])
+    rule(f"add_rmsnorm {shape}", ag.add_rmsnorm, naive_add_rmsnorm, shape, shape, [shape[-1]])
+rule("add_rmsnorm(x, x)", lambda x, w: ag.add_rmsnorm(x, x, w),
+     lambda x, w: naive_add_rmsnorm(x, x, w), (5, 33), [33])
+rule("add_rmsnorm, sum unused", lambda x, r, w: ag.add_rmsnorm(x, r, w)[1],
+     lambda x, r, w: naive_rmsnorm(x + r, w), (5, 17), (5, 17), [17])
+rule("rmsnorm of a slice", lambda x, w: ag.add_rmsnorm(x[:, 1:, ::2], None, w),
+     lambda x, w: naive_rmsnorm(x[:, 1:, ::2], w), (2, 9, 66), [33])
+
+for batch, seq, heads, kv, dim in [(1, 1, 1, 1, 2), (2, 7, 6, 2, 8), (1, 33, 15, 5, 20),
+                                   (1, 17, 4, 1, 32), (2, 15, 2, 2, 96), (1, 9, 3, 1, 128)]:
+    tables = [x.astype(np.float32) for x in rope_tables64(seq, dim, 100.0)]
+    settings, given = (*tables, heads, kv), (*map(own, tables), heads, kv)
+    rule(f"qk_norm_rope {batch} {seq} {heads}/{kv} {dim}",
+         lambda x, q, k, s=given: ag.qk_norm_rope(x, *s, q, k),
+         lambda x, q, k, s=settings: naive_qk_norm_rope(x, *s, q, k),
+         (batch, seq, (heads + 2*kv)*dim), [dim], [dim])
+    rule(f"rope {batch} {seq} {heads}/{kv} {dim}", lambda x, s=given: ag.qk_norm_rope(x, *s),
+         lambda x, s=settings: naive_qk_norm_rope(x, *s), (batch, seq, (heads + 2*kv)*dim))
+
+# Tiles of 64 queries and 128 keys: at their edges, decoding (fewer queries than keys), every kind
+# of head size; one key alone has weight 1 and gradient 0.
+for batch, sq, sk, heads, kv, dim in [
+        (1, 1, 1, 1, 1, 2), (2, 7, 7, 6, 2, 8), (1, 15, 15, 15, 5, 20), (1, 16, 16, 2, 2, 16),
+        (1, 17, 17, 6, 2, 32), (2, 31, 31, 2, 1, 8), (1, 63, 63, 15, 5, 2), (1, 64, 64, 2, 1, 64),
+        (1, 65, 65, 6, 2, 80), (1, 127, 127, 2, 2, 96), (1, 128, 128, 2, 1, 128),
+        (1, 129, 129, 3, 1, 20), (1, 193, 193, 2, 1, 32), (1, 257, 257, 1, 1, 16),
+        (1, 1, 40, 6, 2, 16), (2, 5, 133, 2, 1, 64), (1, 65, 129, 2, 2, 8), (1, 16, 272, 2, 1, 80),
+        (1, 63, 320, 1, 1, 32), (1, 33, 128, 15, 5, 128)]:
+    rule(f"attention {batch} {sq}/{sk} {heads}/{kv} {dim}", both(ag.attention), naive_attention,
+         (batch, sq, heads, dim), (batch, sk, kv, dim), (batch, sk, kv, dim))
+rule("attention, one tensor", both(lambda x, flash: ag.attention(x, x, x, flash)),
+     lambda x: naive_attention(x, x, x), (2, 19, 3, 8))
+rule("attention, slices",
+     both(lambda x, flash: ag.attention(x[:, :, :6], x[:, :, 6:8], x[:, :, 8:], flash)),
+     lambda x: naive_attention(x[:, :, :6], x[:, :, 6:8], x[:, :, 8:]), (2, 33, 10, 20))
+rule("attention, strided", both(lambda x, flash: ag.attention(*[x[:, 1:, :, ::2]]*3, flash)),
+     lambda x: naive_attention(*[x[:, 1:, :, ::2]]*3), (1, 66, 2, 32))
+rule("attention, scale", both(partial(ag.attention, scale=0.5)),
+     partial(naive_attention, scale=0.5), *[(1, 20, 2, 16)]*3)
+rule("attention, sharp", both(lambda q, k, v, flash: ag.attention(q*8.0, k, v, flash)),
+     lambda q, k, v: naive_attention(q*8.0, k, v), (1, 140, 2, 16), *[(1, 140, 1, 16)]*2)
+
+for rows, dim, ffn in [((1,), 1, 1), ((3,), 5, 17), ((2, 15), 33, 31), ((16,), 32, 64),
+                       ((17,), 65, 33), ((2, 33), 31, 70), ((5,), 1030, 9)]:
+    rule(f"gate_up_swiglu {rows} {dim} {ffn}", ag.gate_up_swiglu, naive_swiglu, (*rows, dim),
+         [2*ffn, dim])
+rule("gate_up_swiglu of a slice", lambda x, w: ag.gate_up_swiglu(x[:, 1:], w),
+     lambda x, w: naive_swiglu(x[:, 1:], w), (2, 9, 33), [34, 33])
+
+# Both ways of the head (narrow up to 48), padding rows that hold numbers, targets of -1.
+for rows, dim, vocab, padded in [((1,), 1, 2, 2), ((2, 7), 5, 11, 64), ((15,), 31, 33, 33),
+                                 ((17,), 33, 129, 192), ((2, 4), 48, 1003, 1024),
+                                 ((3, 13), 49, 211, 256), ((2, 8), 65, 1003, 1024),
+                                 ((5,), 530, 61, 64)]:
+    aims = ints(vocab, *rows, low=-1, seed=3)
+    aims.flat[0] = vocab - 1
+    for bottom in (None, 37):
+        rule(f"head_loss {rows} {dim} {vocab}/{padded} {bottom}",
+             lambda x, w, t=aims, n=vocab, d=bottom: ag.head_loss(x*2.0, w, own(t), d, n),
+             lambda x, w, t=aims, n=vocab, d=bottom: naive_head(x*2.0, w, t, d, n),
+             (*rows, dim), [padded, dim])
+
+
+def deviations(actual, exact, least=0.0):
+    """The error's rms and largest entry, relative to those of the truth.
+
+    A truth of zero (the gradient of a softmax of one entry) counts as being `least` everywhere.
+    """
+    actual, size = np.asarray(actual, np.float64), np.abs(np.asarray(exact, np.float64))
+    assert actual.shape == size.shape, f"shape {actual.shape}, expected {size.shape}"
+    wrong = np.abs(actual - exact)
+    size = size if size.max() > 1e-6*least else np.full_like(size, least)
+    return np.array([np.sqrt((wrong**2).mean()/(size**2).mean()), wrong.max()/size.max()])
+
+
+def allowed(naive, size, factor):
+    """What the rule grants where the naive way has errors of `naive`.
+
+    A few entries may be right by luck, so an error under UNIT counts as UNIT: twice that is 2^-8,
+    the most that one correct rounding errs.  A naive way without any error in many entries had
+    nothing to round; nor then has ours.
+    """
+    if size >= 32 and not naive.any():
+        return np.full(2, TOLERANCE)
+    return factor*np.maximum(naive, UNIT)
+
+
+def assert_rule(ours, naive, exact, factor, what, least=0.0):
+    """The rule of the design: ours errs at most `factor` times what the naive way errs."""
+    limit = allowed(deviations(naive, exact, least), np.size(exact), factor)
+    found = deviations(ours, exact, least)
+    assert (found <= limit).all(), f"{what}: rms and largest error {found}, allowed {limit}"
+
+
+def answers(function, arrays, kinds, weights=None):
+    """Results of a function of leaves, their gradients, and the weights that made a scalar."""
+    leaves = [kind(a, True) for kind, a in zip(kinds, arrays)]
+    results = as_list(function(*leaves))
+    if weights is None:
+        rng = rng_of(str([r.shape for r in results]))
+        weights = [normal16(rng, r.shape) for r in results]
+    weighted(results, weights).backward()
+    return results, [leaf.grad for leaf in leaves], weights
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("case", RULE.values(), ids=str)
+def test_bf16_operation(case):
+    """Results within 2 times, gradients within 3 times the naive error; each dtype as it should be:
+    catches a wrong formula, a backward that reads what was rounded twice, a lost contribution."""
+    rng = rng_of(case.name + " rule")
+    arrays, is_weight = zip(*(drawn16(rng, shape, True) for shape in case.inputs))
+    # the truth in f32 on the same numbers; the naive way's weights are bf16 too
+    ways = as_list(case.own)
+    exact, slopes, weights = answers(ways[0], arrays, [own]*len(arrays))
+    naive, naive_slopes, _ = answers(case.oracle, arrays, [own16]*len(arrays), weights)
+    least = max(np.abs(g.numpy()).max() for g in slopes)
+    for way in ways:
+        results, grads, _ = answers(way, arrays, [own if w else own16 for w in is_weight], weights)
+        assert [r.dtype for r in results] == ["bf16" if r.ndim else "f32" for r in results]
+        assert [g.dtype for g in grads] == ["f32" if w else "bf16" for w in is_weight]
+        for r, n, e in zip(results, naive, exact, strict=True):
+            assert_rule(r.numpy(), n.numpy(), e.numpy(), 2, "result")
+        for i, (g, n, e) in enumerate(zip(grads, naive_slopes, slopes)):
+            assert_rule(g.numpy(), n.numpy(), e.numpy(), 3, f"gradient of input {i}", least)
+
+
+# Ways to be wrong in bf16 alone: the result, the gradient, or one entry in 561 off by 3 %.
+def off(x, forward=1.0, backward=1.0, entry=0.0):
+    """x and its gradient times these factors, and one entry more, in bf16 only."""
+    if x.dtype == "f32":
+        return x
+    spot = np.ones(x.shape)
+    spot.flat[np.abs(x.numpy()).argmax()] += entry
+    return ag.record(own16(x.numpy()*forward*spot), (x,),
+                     lambda g, sink: sink.give(own16(g.numpy()*backward)))
+
+
+@pytest.mark.parametrize("wrong", [dict(forward=1.03), dict(backward=1.03), dict(entry=0.03), {}],
+                         ids=str)
+def test_the_rule_can_fail(wrong):
+    """Results or gradients wrong by 3 % break the rule, and so does a single entry."""
+    run = partial(test_bf16_operation, Case(
+        "off", lambda x, w: off(ag.linear(x, w), **wrong), naive_linear, ((33, 65), [17, 65])))
+    if not wrong:
+        run()
+        return
+    with pytest.raises(AssertionError, match="rms and largest"):
+        run()
+
+
+# Nothing to round: small whole numbers, whose sums bf16 holds as well as f32.  Fan-out, views and
+# every kind of broadcasting; in brackets a weight.
+EXACT = {
+    "x + x": (lambda x: x + x, (5, 7)),
+    "x*x - x": (lambda x: x*x - x, (5, 7)),
+    "chain": (lambda x: (x + x)*x - x + x, (5, 7)),
+    "numbers": (lambda x: 2 - (4*x + 2)*0.5 - x/0.25, (3, 5)),
+    "broadcast": (lambda x, y: (x + y)*y, (3, 1, 5), (4, 1)),
+    "overlapping slices": (lambda x: x[1:]*x[:-1], (9, 7)),
+    "slices": (lambda x: (x[:, 1]*x[:, 0], x[::-1, 2], x[..., 1:3]), (3, 4, 5)),
+    "views": (lambda x: (x.reshape(4, 15), ag.transpose(x, 2, 0, 1)*x[0, 0, 0]), (3, 4, 5)),
+    "reshape of a transpose": (lambda x: ag.transpose(x, 1, 0, 2).reshape(20, 3), (3, 4, 5)),
+    "repeat_kv": (lambda x: ag.repeat_kv(x, 3), (2, 5, 2, 4)),
+    "sum": (lambda x: (ag.sum(x, 0), ag.sum(x, 1, True)), (9, 7)),
+    "two operations": (lambda x, w: (ag.linear(x, w), x*2.0, ag.linear(x, w, x)), (16, 7), [7, 7]),
+    "x @ x'": (lambda x: x @ ag.transpose(x), (15, 9)),
+    "linear of slices": (lambda x, w: ag.linear(x[:, 1:], w[1:]), (2, 9, 7), [18, 7]),
+    "gradient transposed": (lambda x, w: ag.transpose(ag.linear(x, w)), (16, 7), [9, 7]),
+    "weight twice": (lambda x, w: (ag.linear(x, w), ag.linear(x[1:], w)), (17, 9), [33, 9]),
+    "recompute": (lambda x: ag.recompute(lambda x: x*x - x, x) + x, (5, 7)),
+    "recompute of one twice": (lambda x: ag.recompute(lambda a, b: a*b - b, x, x), (5, 7)),
+    "sum without norm": (lambda x, r: ag.add_rmsnorm(x, r, own(np.ones(7)))[0], (5, 7), (5, 7)),
+    "rope at 0": (lambda x: ag.qk_norm_rope(x, *tensor.cos_sin(1, 4), 2, 1), (3, 1, 16)),
+    "v alone": (lambda x: ag.qk_norm_rope(x, *tensor.cos_sin(5, 4), 2, 1)[2], (3, 5, 16))}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", EXACT)
+def test_bf16_is_exact_on_whole_numbers(name):
+    """Results and gradients equal f32's, in their own dtypes: catches a lost or doubled use, a
+    gradient left in another dtype, one that was read with the wrong strides or item size."""
+    function, *shapes = EXACT[name]
+    rng = rng_of(name + " whole")
+    arrays = [rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes]
+    weights, runs = None, []
+    for act in (own, own16):
+        kinds = [own if isinstance(shape, list) else act for shape in shapes]
+        results, grads, weights = answers(function, arrays, kinds, weights)
+        weights = [np.sign(w) for w in weights]
+        if act is own16:
+            assert all(r.dtype == "bf16" for r in results)
+            assert [g.dtype for g in grads] == ["f32" if k is own else "bf16" for k in kinds]
+        runs.append([t.numpy() + 0.0 for t in results])     # -0 is 0
+        runs.append([t.numpy() + 0.0 for t in answers(function, arrays, kinds, weights)[1]])
+    for a, b in zip(runs[0] + runs[1], runs[2] + runs[3], strict=True):
+        assert_same_bits(a, b, name)
+
+
+@pytest.mark.parametrize("shape, vocab, dim", [((1,), 1, 1), ((2, 9), 11, 17), ((3, 65), 67, 96)])
+def test_bf16_embedding(shape, vocab, dim):
+    """Rows are the weights rounded; the weight's gradient is the f32 sum of bf16 rows, to the bit:
+    catches one that rounds as it adds up a token's places."""
+    tokens, rng = ints(vocab, *shape), rng_of("embedding")
+    w, g = rng.standard_normal((vocab, dim)), normal16(rng, (*shape, dim))
+    for order in (None, own(np.argsort(tokens, axis=None, kind="stable"))):
+        ours, truth = own(w, grad=True), own(w, grad=True)
+        result = ag.embed(own(tokens), ours, order, dtype="bf16")
+        assert result.dtype == "bf16"
+        assert_same_bits(result.numpy(), rounded(w)[tokens])
+        result.backward(own16(g))
+        ag.embed(own(tokens), truth, order).backward(own(g))
+        assert ours.grad.dtype == "f32"
+        assert_same_bits(ours.grad.numpy(), truth.grad.numpy())
+
+
+def test_bf16_loss_is_f32():
+    """Equal logits cost ln(vocab) to 1e-6 (bf16 has 5.34375 for ln 211 = 5.35186), and many rows
+    err as the mean of their roundings does: catches a loss that was rounded or summed in bf16."""
+    targets, rng = ints(211, 500, low=-1), rng_of("loss")
+    counted = (targets >= 0).sum()
+    for dim in (33, 65):                            # the narrow way and the wide one
+        w, x = normal16(rng, (256, dim)), normal16(rng, (500, dim))/8
+        flat = ag.head_loss(own16(0*x), own(w), own(targets), vocab=211)
+        assert flat.dtype == "f32" and abs(flat.item() - np.log(211)) < 1e-5
+        # a row errs by its target's rounding less the mean of all: at most half a unit each, so
+        # 0.8 of that as standard deviation, and five of them for the mean of independent rows
+        exact = head_loss64(np.float64(x), np.float64(w), targets, vocab=211)
+        unit = half_unit(np.abs(np.float64(x) @ w.T).max())
+        loss = ag.head_loss(own16(x), own(w), own(targets), vocab=211).item()
+        assert abs(loss - exact) < 4*unit/np.sqrt(counted)
+
+
+def test_bf16_swiglu_of_what_is_stored():
+    """h comes from gate and up as they were rounded: silu(gate)*up of the stored, rounded once."""
+    for rows, dim, ffn in [(1, 33, 7), (16, 32, 64), (33, 65, 31), (100, 513, 33)]:
+        rng = rng_of(f"stored {rows}")
+        x, w = normal16(rng, (rows, dim)), rng.standard_normal((2*ffn, dim))/np.sqrt(dim)
+        h, gu = tensor.gate_up_swiglu(own16(x), own(w))
+        assert h.dtype == gu.dtype == "bf16"
+        assert_rounded_once(gu.numpy(), np.float64(x) @ rounded(w).T, "gate and up")
+        gate, up = np.split(gu.numpy().astype(np.float64), 2, -1)
+        assert_rounded_once(h.numpy(), silu64(gate)*up, "h")
+        assert_same_bits(tensor.swiglu(gu).array(), h.array(), "made again")
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_bf16_far_positions(theta):
+    """RoPE is exact past position 256, where bf16 has no odd numbers left: a position, an angle or
+    a table in bf16 would be off by up to radians."""
+    seq, start, dim = 851, 250, 32
+    x = normal16(rng_of("far"), (1, seq, 3*dim))
+    cos, sin = (t[start:] for t in rope_tables64(start + seq, dim, theta))
+    model = build16(head_dim=dim, rope_theta=theta)
+    tables = model.rope(seq, start)
+    for t, exact in zip(tables, (cos, sin)):
+        assert t.dtype == "f32"
+        assert_close(t.numpy(), exact, 1e-7)
+    exact = qk_norm_rope64(np.float64(x), cos, sin, 1, 1)
+    for t, e in zip(ag.qk_norm_rope(own16(x), *tables, 1, 1), exact):
+        assert_rounded_once(t.numpy(), e)
+
+
+def test_bf16_keeps_nan_and_inf():
+    """A NaN is NaN in its whole row or column, whatever its payload, and inf stays inf: catches
+    casts on the way into a product that only add half a unit."""
+    x, w = np.ones((40, 300), np.float32), np.ones((270, 300), np.float32)
+    # half a unit more would make inf of the first weight's bits and -0 of the second's
+    x[7, 299], w.view(np.uint32)[[11, 13], 3] = np.nan, (0x7f800001, 0x7fffffff)
+    for y in (ag.linear(own16(x), own(w)), own16(x) @ ag.transpose(own16(w)),
+              own16(x) @ ag.transpose(own(w))):
+        bad = np.isnan(y.numpy())
+        assert bad[7].all() and bad[:, [11, 13]].all() and bad.sum() == 270 + 2*39
+    w[:3, 0] = np.inf, -np.inf, 3.4e38                      # the last one rounds to inf
+    for few in (1, 5, 40):
+        y = ag.linear(own16(np.ones((few, 300))), own(w[:3])).numpy()
+        assert (y == [np.inf, -np.inf, np.inf]).all()
+        assert (ag.embed(own(np.arange(3)), own(w[:3]), dtype="bf16").numpy()[:, 0] == y[0]).all()
+    assert np.isnan(ag.silu(own16([np.nan, 1.0])).numpy()[0])
+    assert (tensor.cast(own16([np.inf, -np.inf]), "f32").numpy() == [np.inf, -np.inf]).all()
+
+
+def test_bf16_promotion():
+    """A number or 0-d tensor leaves bf16 as it is, an f32 tensor with axes makes f32; each operand
+    has a gradient of its own dtype."""
+    x, s, f = own16(np.ones((3, 4)), True), own(np.float32(3), True), own(np.ones(4), True)
+    for y in (x*2.5, 2 - x, x/3, x*s, s + x, -x, np.float32(2)*x, x + own16(np.ones(4))):
+        assert y.dtype == "bf16", y
+    for y in (x + f, f*x, x/f, f - x):
+        assert y.dtype == "f32", y
+    ag.sum(x*s*x + x*f).backward()
+    assert (x.grad.dtype, s.grad.dtype, f.grad.dtype) == ("bf16", "f32", "f32")
+    assert (x.grad.numpy() == 7).all() and s.grad.item() == 12 and (f.grad.numpy() == 3).all()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["f32 first", "bf16 first"])
+def test_bf16_gradients_of_two_dtypes(first):
+    """A bf16 result used by an f32 and by a bf16 operation, in either order, gets one bf16 gradient
+    that is their sum: catches a sum over memory of the wrong item size."""
+    x, f, seen = own16(np.ones((5, 7)), True), own(np.full(7, 2.0)), []
+
+    def look(g, sink):
+        seen.append(g.dtype)
+        sink.give(g)
+
+    y = ag.record(tensor.copy(x), (x,), look)
+    wide, narrow = (lambda: ag.sum(y*f)), (lambda: ag.sum(y*3.0))
+    total = wide() + narrow() if first else narrow() + wide()
+    total.backward()
+    assert seen == ["bf16"] and x.grad.dtype == "bf16" and (x.grad.numpy() == 5).all()
+
+
+# What the decoder calls, and what it gets.
+
+RESULTS = {"embed": "bf16", "add_rmsnorm": "bf16 bf16 f32", "qk_norm_rope": "bf16 f32",
+           "attention": "bf16 f32", "linear": "bf16", "gate_up_swiglu": "bf16 bf16",
+           "swiglu": "bf16", "dropout": "bf16", "head_loss": "f32"}
+
+
+def test_bf16_rows(monkeypatch):
+    """The decoder's rows take and give bf16; statistics and loss are f32: catches activations that
+    are cast back and forth, which would be right and slow."""
+    call, seen = tensor.Row.__call__, {}
+
+    def spy(row, *args, **kwargs):
+        results = call(row, *args, **kwargs)
+        tensors = [t for t in as_list(results) if t is not None]
+        seen.setdefault(row.name, set()).add(" ".join(t.dtype for t in tensors))
+        if any(isinstance(t, tensor.Tensor) and t.dtype == "bf16" for t in (*args, *tensors)):
+            assert "bf16" in row.dtypes or row.name == "embed", row.name
+        return results
+
+    monkeypatch.setattr(tensor.Row, "__call__", spy)
+    model = scatter(build16(dropout=0.25))
+    step = xtrain.Step(model, xtrain.AdamW(model))
+    step.micro(*batch_of(model.config))
+    assert {name: seen[name] for name in RESULTS} == {n: {d} for n, d in RESULTS.items()}
+    assert {p.grad.dtype for p in model.parameters().values()} == {"f32"}
+    flat = model.arena.weights, model.arena.grads, step.optimizer.m, step.optimizer.v
+    assert {t.dtype for t in flat} == {"f32"}
+
+
+def test_bf16_halves_the_activations():
+    """Between forward and backward everything but rstd and lse takes two bytes an element."""
+    c = xtrain.Config(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, ffn=192)
+    model, tokens = xtrain.Decoder(c, dtype="bf16"), np.zeros((4, 256), np.int64)
+    for _ in range(3):                                  # what is made once a version is there now
+        model.loss(tokens, tokens).backward()
+    before = tensor.pool_stats()["used"]
+    loss = model.loss(tokens, tokens)
+    held = tensor.pool_stats()["used"] - before
+    wide = c.layers*(2*c.dim + (c.heads + 2*c.kv_heads)*c.head_dim + c.dim + 2*c.ffn) + 2*c.dim
+    small = c.layers*(2 + c.heads + c.kv_heads + c.heads)
+    assert held <= 1.05*tokens.size*(2*wide + 4*small) + (1 << 16), (held, tokens.size*2*wide)
+    loss.backward()
+
+
+def leaf16(*shape, seed=0):
+    """A random leaf in bf16."""
+    return own16(np.random.default_rng(seed).standard_normal(shape), grad=True)
+
+
+# As MADE_AGAIN, from activations in bf16.
+MADE_AGAIN16 = {
+    "norm": lambda: [ag.add_rmsnorm(leaf16(3, 5, 70), None, leaf(70))],
+    "add and norm": lambda: ag.add_rmsnorm(leaf16(3, 5, 70), leaf16(3, 5, 70, seed=1), leaf(70)),
+    "rope": lambda: ag.qk_norm_rope(leaf16(2, 7, 8*6), *tensor.cos_sin(7, 6), 4, 2),
+    "norm and rope": lambda: ag.qk_norm_rope(leaf16(2, 7, 8*6), *tensor.cos_sin(7, 6), 4, 2,
+                                             leaf(6), leaf(6)),
+    **{f"swiglu {rows} {ffn}": lambda rows=rows, ffn=ffn:
+       [ag.gate_up_swiglu(leaf16(rows, 33), leaf(2*ffn, 33))]
+       for rows in (1, 15, 16, 17, 100) for ffn in (7, 32, 70, 352)}}
+
+
+@pytest.mark.parametrize("name", MADE_AGAIN16)
+def test_bf16_made_again_with_the_same_bits(name):
+    """What the backward makes again is what the forward gave: catches a norm of a sum, or a SwiGLU
+    of gate and up, that was computed before they were rounded."""
+    outs = list(MADE_AGAIN16[name]())
+    before, keep = [t.numpy() for t in outs], ag.saved(*outs)
+    del outs
+    for a, b in zip(keep(), before, strict=True):
+        assert a.dtype == "bf16"
+        assert_same_bits(a.numpy(), b)
+
+
+# Bitwise promises.
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("n, k", [(1, 1), (33, 31), (17, 65), (96, 513), (300, 1030), (1100, 33)])
+def test_bf16_rows_stand_alone(n, k):
+    """A row's bits do not depend on the rows beside it (16 or more), nor a NaN's on where it is:
+    catches an edge of a tile that is summed in another order, or that reads past it."""
+    rng = rng_of(f"alone {n} {k}")
+    x, w, r = normal16(rng, (100, k)), own(rng.standard_normal((n, k))), normal16(rng, (100, n))
+    whole = ag.linear(own16(x), w, own16(r)).numpy()
+    for start, end in ((0, 16), (0, 17), (1, 32), (3, 36), (16, 64), (35, 100), (68, 100)):
+        part = ag.linear(own16(x[start:end]), w, own16(r[start:end])).numpy()
+        assert_same_bits(part, whole[start:end], f"rows {start} to {end}")
+    x[20] = np.nan
+    spoiled = ag.linear(own16(x), w, own16(r)).numpy()
+    assert np.isnan(spoiled[20]).all()
+    assert_same_bits(np.delete(spoiled, 20, 0), np.delete(whole, 20, 0), "beside a NaN")
+
+
+@pytest.mark.smoke
+def test_bf16_threads_in_products():
+    """A product and those of its gradients, written and added, have the bits of one thread on
+    several, more than cores as well."""
+    rng = rng_of("threads")
+    for m, n, k in ((1, 8225, 33), (33, 1200, 64), (560, 300, 33), (600, 545, 1030)):
+        x, g, w = normal16(rng, (m, k)), normal16(rng, (m, n)), rng.standard_normal((n, k))
+        runs = []
+        for count in (1, 2, 3, 8):
+            tensor.set_threads(count)
+            leaves = own16(x, True), own(w, True)
+            for _ in range(2):                          # the second adds to the first
+                y = ag.linear(*leaves)
+                y.backward(own16(g))
+            runs.append([t.numpy() for t in (y, *(leaf.grad for leaf in leaves))])
+        for run in runs[1:]:
+            for a, b in zip(run, runs[0]):
+                assert_same_bits(a, b, f"{m} {n} {k}")
+
+
+def fresh16(**settings):
+    """What train_on leaves of a new SMALL model in bf16."""
+    model = build16(**{**SMALL, **settings})
+    return train_on(model, xtrain.AdamW(model, grad_clip=1.0))
+
+
+@cache
+def dropped_run16():
+    """The run that several others must repeat."""
+    return fresh16(dropout=0.1)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_bf16_threads(threads):
+    """Any number of threads gives the same bits."""
+    tensor.set_threads(threads)
+    assert_same_run(fresh16(dropout=0.1), dropped_run16())
+
+
+def test_bf16_recompute():
+    """Recomputed blocks redraw the same dropout and give the same bits, as does a second run."""
+    assert_same_run(fresh16(dropout=0.1), dropped_run16())
+    assert_same_run(fresh16(dropout=0.1, recompute=True), dropped_run16())
+
+
+def test_bf16_made_again_or_kept(monkeypatch):
+    """A step has the same bits whether activations are kept or made again for the backward."""
+    monkeypatch.setattr(ag, "KEEP_BELOW", 1 << 30)
+    assert_same_run(fresh16(dropout=0.1), dropped_run16())
+
+
+def test_bf16_is_not_f32():
+    """The run in bf16 is another than in f32, and near it: catches a dtype that does nothing."""
+    exact, ours = fresh(dropout=0.1)["log"], dropped_run16()["log"]
+    assert (exact != ours).any()
+    assert_close(ours, exact, 2*UNIT, "losses and norms")
+
+
+def test_bf16_accumulation_of_one():
+    """Step with one micro-step, whose head writes its gradients ahead, equals loss.backward."""
+    model = build16(**SMALL, dropout=0.1)
+    opt, log = xtrain.AdamW(model, grad_clip=1.0), []
+    for i in range(4):
+        loss = model.loss(*batch_of(model.config, 4, 66, seed=100 + i), first_sequence=4*i)
+        loss.backward()
+        log.append((loss.item(), opt.step(lr=1e-3)))
+    assert_same_run(left_behind(log, model, opt), dropped_run16())
+
+
+def test_bf16_resume(tmp_path):
+    """Save, five more steps; load, the same five: the same bits.  Catches masters saved or loaded
+    through bf16, and panels of the weights before."""
+    from safetensors.numpy import load_file, save_file
+    model = build16(**SMALL, dropout=0.1)
+    opt = xtrain.AdamW(model, grad_clip=1.0)
+    train_on(model, opt, range(3))
+    xtrain.save_pretrained(model, str(tmp_path))
+    save_file(opt.state(), tmp_path/"optimizer.safetensors")
+    before = weights_of(model)
+    straight = train_on(model, opt, range(3, 8))
+
+    twin = xtrain.load_pretrained(str(tmp_path), device="cpu", dtype="bf16").train()
+    assert twin.dtype == "bf16"
+    for name, p in twin.parameters().items():
+        assert_same_bits(p.numpy(), before[name], name)
+    twin.config.dropout = 0.1                   # no part of a Hugging Face folder
+    opt = xtrain.AdamW(twin, grad_clip=1.0)
+    opt.load_state(load_file(tmp_path/"optimizer.safetensors"), steps=3)
+    assert_same_run(train_on(twin, opt, range(3, 8)), straight)
+
+
+def test_bf16_packed_weights():
+    """Whether weights come packed or not, no bit differs, over updates and over numbers of
+    micro-steps: catches panels of an older version, or rounded in another way."""
+    results = []
+    for keep in (True, False):
+        model = scatter(build16(**SMALL))
+        step = xtrain.Step(model, xtrain.AdamW(model, grad_clip=1.0))
+        if not keep:
+            model.arena.weights.storage.packs = None
+        history = []
+        for micro_steps in (1, 3, 1, 2):
+            for i in range(micro_steps):
+                step.micro(*batch_of(model.config, 2, 40, seed=i), counted=80*micro_steps)
+            history.append(step.update(1e-3))
+        results.append({"history": np.array(history), "weights": model.arena.weights.numpy()})
+    assert_same_run(*results)
+
+
+def test_bf16_set_reaches_the_products():
+    """p.set_ is seen by the next forward: the bf16 copies of weights follow their version."""
+    model, other = scatter(build16(**SMALL), 1), scatter(build16(**SMALL), 2)
+    tokens, _ = batch_of(model.config)
+    for _ in range(3):              # whatever is packed once per version is packed now
+        model(tokens)
+    for name, p in model.parameters().items():
+        p.set_(other.parameters()[name].numpy())
+    assert_same_bits(model(tokens).numpy(), other(tokens).numpy())
+
+
+def test_bf16_masks():
+    """Dropout in bf16 draws Philox's mask, in the backward too, by the number of the sequence."""
+    x, drop = np.ones((5, 9, 32)), ag.Dropout(0.5, 3, 100, 2)
+    mask = mask64(x.shape, *drop)
+    t, w = own16(x, True), own(np.eye(32))
+    y = ag.dropout(t, drop)
+    y.backward(own16(x))
+    assert_same_bits(y.numpy(), np.float32(mask))           # 0 or 2
+    assert_same_bits(t.grad.numpy(), np.float32(mask))
+    assert_same_bits(ag.linear(t, w, None, drop).numpy(), np.float32(mask))
+    for i in range(5):
+        alone = ag.linear(own16(x[:1]), w, None, drop._replace(first_sequence=100 + i)).numpy()
+        assert_same_bits(alone[0], np.float32(mask[i]), f"sequence {i}")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("accum", [2, 4, 16])
+def test_bf16_accumulation(accum):
+    """16x1, 4x4 and 2x8 draw the same masks and round the same activations; only f32 sums of
+    weight gradients have another order: within 1e-5, where other masks would differ by tenths."""
+    runs = []
+    for parts in (1, accum):
+        model = scatter(build16(**{**SMALL, "layers": 1}, dropout=0.2))
+        step = xtrain.Step(model, xtrain.AdamW(model, grad_clip=None))
+        tokens, targets = batch_of(model.config, 16, 33)
+        targets[1], targets[2, 5:], targets[12:15] = -1, -1, -1     # uneven, whole sequences
+        counted, size = int((targets >= 0).sum()), 16//parts
+        for i in range(0, 16, size):
+            part = slice(i, i + size)
+            step.micro(tokens[part], targets[part], first_sequence=70 + i, counted=counted)
+        gradients = {n: p.grad.numpy() for n, p in model.parameters().items()}
+        runs.append((step.update(1e-3)[0], gradients))
+    (loss, gradients), (other_loss, other) = runs
+    assert abs(other_loss/loss - 1) < 1e-6
+    for name in gradients:
+        assert_close(other[name], gradients[name], 1e-5, name)
+
+
+# The whole decoder.
+
+def naive_decoder(c, w, tokens):
+    """decoder64 without its head, from bf16 primitives: the normed stream; w {name: leaf}."""
+    x = ag.embed(own(tokens), w["model.embed_tokens.weight"], dtype="bf16")
+    tables, (batch, seq) = rope_tables64(tokens.shape[1], c.head_dim, c.rope_theta), tokens.shape
+    for i in range(c.layers):
+        layer = {n.split(".", 3)[3]: t for n, t in w.items() if n.startswith(f"model.layers.{i}.")}
+        # attention
+        h = naive_rmsnorm(x, layer["input_layernorm.weight"])
+        q, k, v = (naive_product(h, layer[f"self_attn.{n}_proj.weight"]).reshape(
+            batch, seq, -1, c.head_dim) for n in "qkv")
+        q, k = (naive_rope(naive_rmsnorm(t, layer[f"self_attn.{n}_norm.weight"]), *tables)
+                for n, t in (("q", q), ("k", k)))
+        mixed = naive_attention(q, k, v).reshape(batch, seq, -1)
+        x = x + naive_product(mixed, layer["self_attn.o_proj.weight"])
+        # SwiGLU
+        h = naive_rmsnorm(x, layer["post_attention_layernorm.weight"])
+        h = (ag.silu(naive_product(h, layer["mlp.gate_proj.weight"]))
+             *naive_product(h, layer["mlp.up_proj.weight"]))
+        x = x + naive_product(h, layer["mlp.down_proj.weight"])
+    return naive_rmsnorm(x, w["model.norm.weight"])
+
+
+# No size is a multiple of a tile, and each head gradient has 20 entries, too many for luck.
+MIDDLE = dict(vocab_size=61, dim=50, layers=2, heads=6, kv_heads=2, head_dim=20, ffn=70, max_seq=64)
+DECODERS = {"flash": {}, "composed": dict(flash=False),
+            "15/5": dict(heads=15, kv_heads=5, layers=1, recompute=True)}
+
+
+def outcome(loss, logits, leaves):
+    """{name: array} of the loss, the logits and, after a backward, each parameter's gradient."""
+    loss.backward()
+    gradients = {n: t.grad.numpy() for n, t in leaves.items()}
+    return {"loss": loss.numpy(), "logits": logits.numpy(), **gradients}
+
+
+def three_ways(settings, seed):
+    """The outcomes of a decoder of bf16's own numbers in f32, in bf16, and naively in bf16."""
+    models = [scatter(build16(**settings), seed), scatter(build(**settings), seed)]
+    for p in (p for model in models for p in model.parameters().values()):
+        p.set_(rounded(p.numpy()))
+    tokens, targets = batch_of(models[0].config, 2, 33, seed)
+    ours, exact = (outcome(m.loss(tokens, targets), m(tokens), m.parameters()) for m in models)
+    leaves = {n: (own if "embed" in n else own16)(p.numpy(), True)
+              for n, p in models[0].parameters().items()}
+    x, head = naive_decoder(models[0].config, leaves, tokens), leaves["lm_head.weight"]
+    return exact, ours, outcome(naive_head(x, head, targets), naive_product(x, head), leaves)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_bf16_decoder(name):
+    """Loss, logits and every gradient against f32 and the decoder of primitives: catches a lost or
+    doubled gradient between operations, a residual stream or norm rounded once too often."""
+    ways = three_ways({**MIDDLE, **DECODERS[name]}, seed=1)
+    for key, exact in ways[0].items():
+        factor = 2 if key in ("loss", "logits") else 3
+        assert_rule(ways[1][key], ways[2][key], exact, factor, key)
+
+
+@pytest.mark.smoke
+def test_bf16_overfit():
+    """27 tokens are learned to a loss under 0.005, as in f32, and then recited from the cache."""
+    text = np.frombuffer(b"every layer can be read now.", np.uint8).astype(np.int64)
+    tokens, targets = text[None, :-1], text[None, 1:]
+    model = build16(vocab_size=256, dim=64, heads=4, kv_heads=2, head_dim=16, ffn=128)
+    step = xtrain.Step(model, xtrain.AdamW(model, weight_decay=0.0, grad_clip=1.0))
+    for i in range(200):
+        step.micro(tokens, targets)
+        step.update(xtrain.cosine(i + 1, 200, 3e-3, 3e-4, 10))
+    assert model.loss(tokens, targets).item() < 0.005
+    assert (model(tokens).numpy().argmax(-1) == targets).all()
+    assert list(xtrain.generate(model, text[:1].tolist(), 27, temperature=0)) == text[1:].tolist()
+
+
+def test_bf16_small_updates():
+    """Norm weights leave 1.0 at a learning rate of 3e-4: kept in bf16, 1 - 3e-4 would be 1 again,
+    step after step.  (Next to 1 bf16 has 0.99609375.)"""
+    model = build16(**SMALL)
+    train_on_rate = xtrain.Step(model, xtrain.AdamW(model, grad_clip=1.0))
+    for i in range(20):
+        train_on_rate.micro(*batch_of(model.config, 2, 33, seed=i))
+        train_on_rate.update(3e-4)
+    for name, p in model.parameters().items():
+        if p.ndim == 1:
+            moved = np.abs(p.numpy() - 1)       # steps up and down may add up to exactly 0
+            assert (moved > 0).mean() > 0.9 and 1e-4 < moved.max() < 20*3e-4*1.5, name
+
+
+def test_bf16_optimizer_is_f32s():
+    """From the same weights and gradients an update has the bits of a model in f32: catches masters
+    or moments in bf16."""
+    runs = []
+    for model in (build(), build16()):
+        opt, log = xtrain.AdamW(model, grad_clip=1.0), []
+        for i in range(3):
+            grads = model.arena.grads
+            grads.set_(np.random.default_rng(i).standard_normal(grads.shape).astype(np.float32))
+            log.append(opt.step(1e-3))
+        runs.append(left_behind(log, model, opt))
+    assert_same_run(*runs)
+
+
+def test_bf16_weight_decay():
+    """Weights of exactly 1 shrink by 3e-5 a step, which bf16 cannot see, and 300 steps later their
+    product has followed: catches decay of a bf16 copy, and copies that are not made again."""
+    model = build16(**SMALL)
+    opt = xtrain.AdamW(model, weight_decay=0.1)
+    names = [n for n, p in model.parameters().items() if p.ndim == 2]
+    for name in names:
+        p = model.parameters()[name]
+        p.set_(np.ones(p.shape, np.float32))
+    tokens, _ = batch_of(model.config)
+    expected = np.float32(1)
+    for _ in range(300):                        # no gradient, only decay
+        opt.step(lr=3e-4)
+        expected = expected*np.float32(1 - 3e-4*0.1)
+    for name in names:
+        assert_close(model.parameters()[name].numpy(), np.full(
+            model.parameters()[name].shape, expected), 1e-6, name)
+    # all hidden entries are equal, so the norm makes them 1 and a logit is the sum of a row
+    logits = model(tokens).numpy()
+    assert_close(logits, np.full(logits.shape, 128*expected), 2*UNIT)
+    assert np.abs(logits - 128).min() > 0.5
+
+
+@pytest.mark.parametrize("cut", [[300], [280] + [1]*20, [1]*40, [70, 1, 1, 15, 16, 17, 180]],
+                         ids=["one go", "prompt and some", "token by token", "mixed"])
+def test_bf16_cache(cut):
+    """Logits with a cache of bf16 are as near to f32's as those of the full forward (rows of fewer
+    than 16 may be summed in another order): a wrong position or key would be far off."""
+    model, exact = scatter(build16(**SMALL)).eval(), scatter(build(**SMALL)).eval()
+    tokens = ints(211, 2, sum(cut))
+    cached, at, got = model.cache(2, sum(cut)), 0, []
+    assert cached.kv.dtype == "bf16"
+    for n in cut:
+        got.append(model.decode(tokens[:, at:at + n], cached).numpy())
+        at += n
+    ends = np.cumsum(cut) - 1
+    assert_rule(np.stack(got, 1), model(tokens).numpy()[:, ends], exact(tokens).numpy()[:, ends],
+                2, "decode")
+
+
+def test_files_of_a_bf16_model(tmp_path):
+    """Files of a bf16 model hold its f32 masters; saved as bf16, their roundings, which another
+    bf16 model computes the same logits with (its products would have rounded them anyway)."""
+    model = scatter(build16()).eval()
+    for name, p in model.parameters().items():
+        if p.ndim == 1:                         # norms are used unrounded
+            p.set_(rounded(p.numpy()))
+    tokens, _ = batch_of(model.config)
+    for dtype, stored in (("f32", lambda x: x), ("bf16", rounded)):
+        xtrain.save_pretrained(model, str(tmp_path/dtype), dtype=dtype)
+        twin = xtrain.load_pretrained(str(tmp_path/dtype), dtype="bf16")
+        for name, p in model.parameters().items():
+            assert_same_bits(twin.parameters()[name].numpy(), stored(p.numpy()), name)
+        assert_same_bits(twin(tokens).numpy(), model(tokens).numpy(), dtype)
+
+
+def test_bf16_padding_stays_zero():
+    """After 20 steps all outside the logical parameters is 0, as in f32."""
+    model = build16(**{**SMALL, "head_dim": 18}, dropout=0.1)
+    values = weights_of(model)
+    for p in model.parameters().values():
+        p.set_(np.ones(p.shape, np.float32))
+    padding = model.arena.weights.numpy() == 0
+    for name, p in model.parameters().items():
+        p.set_(values[name])
+    opt = xtrain.AdamW(model)
+    train_on(model, opt, range(20), batch=2, seq=20)
+    model.loss(*batch_of(model.config)).backward()
+    for t in (model.arena.weights, model.arena.grads, opt.m, opt.v):
+        assert not t.numpy()[padding].any() and t.numpy()[~padding].any()
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bfloat16", "", None])
+def test_other_dtypes_are_refused(dtype):
+    """A dtype that is none is an error that names it, not a model in another one."""
+    with pytest.raises(ValueError, match=re.escape(repr(dtype))):
+        xtrain.Decoder(xtrain.Config(**TINY), dtype=dtype)
+
+
+# ---- 11. Memory ---------------------------------------------------------------------------------
 # A training step must cost no memory management: no fresh pages, no growth, no cycles that only the
 # collector could free.
 
@@ -2508,7 +3569,7 @@ t.head_loss(x, w, t.ids(64, below=400), 64, 400)
     assert run_here(code) == ("", "")
 
 
-# ---- 11. Instruction sets -----------------------------------------------------------------------
+# ---- 12. Instruction sets -----------------------------------------------------------------------
 # A process loads one build, so that the others run in processes of their own.
 
 def other_builds():
@@ -2525,7 +3586,7 @@ def test_instruction_set(name):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-# ---- 12. Data -----------------------------------------------------------------------------------
+# ---- 13. Data -----------------------------------------------------------------------------------
 # Tokenizers against transformers and tiktoken, text against its pieces, the cache against damage,
 # the loader against its own description.
 
@@ -2960,7 +4021,7 @@ def test_evaluate(n, seq, batch):
         xtrain.evaluate(model, tokens[:1], lengths, seq)
 
 
-# ---- 13. Generation -----------------------------------------------------------------------------
+# ---- 14. Generation -----------------------------------------------------------------------------
 # The cache against the full forward, sampling against its definition, and sample.py as a user runs
 # it, with the bytes tokenizer and a small model.
 
@@ -3211,7 +4272,7 @@ def test_sample_exports(speaker, say_it, tmp_path):
     ("--top-p 0", "--top-p"), ("--top-p 1.01", "--top-p"), ("--num 0", "--num"),
     ("--num 1001", "--num"), ("--max-new 0", "--max-new"), ("--seed -1", "--seed"),
     ("--seed 18446744073709551616", "--seed"), ("--tempreture 1", "--temperature"),
-    ("--device cuda", "cuda"), ("--dtype bf16", "bf16"), ("--eval nowhere", "nowhere"),
+    ("--device cuda", "cuda"), ("--dtype fp8", "bf16"), ("--eval nowhere", "nowhere"),
     ("--eval .", "directory"), ("--export setup.py", "is a file"), ("--export=", "empty"),
     ("--prompt \udce9", "UTF-8")])
 def test_sample_refuses(say_it, monkeypatch, flags, words):
@@ -3240,7 +4301,7 @@ def test_sample_refuses_folders(speaker, say_it, tmp_path, file, keep, words):
     assert words in err.decode(), err
 
 
-# ---- 14. The command that trains ----------------------------------------------------------------
+# ---- 15. The command that trains ----------------------------------------------------------------
 # Runs of a model so small that a step takes a millisecond, in this process unless a signal or the
 # state of a fresh interpreter is what is tested.
 
@@ -3276,10 +4337,11 @@ def assert_equal_runs(a, b):
     assert json.load(open(f"{a}/best.json")) == json.load(open(f"{b}/best.json"))
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("stops", [(7,), (5,), (3, 8), (1, 2, 3, 11)])
-def test_resume_equals_straight(start, stops):
+def test_resume_equals_straight(start, stops, dtype):
     """Stopping anywhere (5 is right after an evaluation), once or often, changes no bit."""
-    assert start("--out=straight", "--save-every=1") == 0
+    assert start("--out=straight", "--save-every=1", f"--dtype={dtype}") == 0
     source = "straight"
     for i, (stop, then) in enumerate(zip(stops, (*stops[1:], 12))):
         # go on in a folder of its own, and only up to the next stop
@@ -3288,6 +4350,34 @@ def test_resume_equals_straight(start, stops):
         assert start(f"--resume=part{i}", "--save-every=1") == 0
         source = f"part{i}"
     assert_equal_runs("straight", source)
+    assert xtrain.run_dtype(xtrain.find_model(source)) == dtype
+
+
+@pytest.mark.parametrize("ratio", [1.4, 1.6])
+def test_auto_is_bf16_where_that_is_faster(start, monkeypatch, capsys, ratio):
+    """--dtype auto takes bf16 only if it was measured to be clearly faster, and says what it took.
+    """
+    monkeypatch.setattr(tensor, "peak_flops", lambda dtype="f32": ratio if dtype == "bf16" else 1.0)
+    wanted = "bf16" if ratio > 1.5 and tensor.core.info()["bf16"] else "f32"
+    assert start("--bench=1", "--vocab-size=300") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["dtype"] == wanted
+    assert start("--bench=1", "--vocab-size=300", "--dtype=bf16") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["dtype"] == "bf16"
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_samples_are_computed_as_the_run_was(start, monkeypatch, dtype):
+    """sample.py takes the run's dtype, unless told another; a folder that no run wrote is f32."""
+    assert start("--out=a", "--steps=1", f"--dtype={dtype}") == 0
+    seen, load = [], xtrain.load_pretrained
+    monkeypatch.setattr(xtrain, "load_pretrained", lambda folder, dtype: (
+        seen.append(dtype), load(folder, dtype=dtype))[1])
+    model = ["--model=a", "--max-new=2", "--prompt=x"]
+    for flags in (model, [*model, "--dtype=f32"], [*model, "--dtype=bf16"], [*model, "--export=b"],
+                  ["--model=b", "--max-new=2", "--prompt=x"]):
+        assert xtrain.exit_code(sample.main, flags) == 0
+    assert seen == [dtype, "f32", "bf16", dtype, "f32"]
+    assert json.load(open("b/config.json"))["dtype"] == "float32"
 
 
 def test_resume_at_the_end_of_an_epoch(start):
@@ -3552,7 +4642,8 @@ def test_logged_loss_is_the_mean_over_the_batch(start):
     assert start("--out=a", "--steps=1", "--dropout=0", "--lr=1e-9") == 0
     tokenizer, tokens = train.prepare("story.txt", "bytes", progress=False)
     micros, _ = train.Loader(tokens.train, 8, 6, 1, 1337).step(1)
-    model = xtrain.load_pretrained("a/step-00000001")
+    folder = "a/step-00000001"
+    model = xtrain.load_pretrained(folder, dtype=xtrain.run_dtype(folder))
     assert abs(model.loss(*micros[0][:2]).item() - rows_of("a")[0]["loss"]) < 1e-5
 
 
