@@ -73,10 +73,12 @@ cdef extern from *:
     #endif
     /* VL bf16 as fp32, and back, rounded to nearest even; a NaN stays one (see to_bf16) */
     #if defined(__AVX512F__)
-    #define WIDEN(h) ((vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)(h)), 16))
+    #define WORDS(h) ((vu)_mm512_cvtepu16_epi32((__m256i)(h)))
     #else
-    #define WIDEN(h) ((vf)(__builtin_convertvector(h, vu) << 16))
+    #define WORDS(h) __builtin_convertvector(h, vu)
     #endif
+    #define WIDEN(h) ((vf)(WORDS(h) << 16))
+    #define ZIP(x, y) ((vf)(WORDS(x) | WORDS(y) << 16))     /* words of two, x below y */
     #if defined(__AVX512BF16__)
     enum { WITH_DOT = 1 };
     #define NARROW(x) ((vh)_mm512_cvtneps_pbh((__m512)(x)))
@@ -276,6 +278,7 @@ cdef extern from *:
     const vf VZERO
     const vh HZERO
     vf WIDEN(vh) noexcept nogil
+    vf ZIP(vh, vh) noexcept nogil
     vh NARROW(vf) noexcept nogil
     vf ROUND(vf) noexcept nogil
     vf DOT(vf, vf, vf) noexcept nogil
@@ -1218,6 +1221,8 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 cdef enum:
     KC = 512                # depth of a slice
     KC_BESIDE = 384         # where its sums stay in L1 anyway: a panel of B leaves them more room
+    PAST_FROM = 1 << 23     # elements of a C in bf16 from which on nothing of it would be found in
+                            # a cache again; a line that is not read first costs half
     DEEP = 4096             # k from which on sums beside C would take too much of L2
     BLOCK_ROWS = 140        # rows of a block where B's panels are shared
     LOW_ROWS = 560          # up to so many rows A is shared: 1.1 MB a slice, or 1.7 in parts
@@ -1259,6 +1264,7 @@ cdef struct Product:
     # What follows from these, see lay_out()
     int parts               # bf16 parts of an operand: 1, 3, or 0 where it is fp32
     bint beside             # sums of a block grow beside C, in all slices: C cannot hold them
+    bint past               # C is written past the caches
     idx mr, rows            # rows of a tile, panels of A
     idx nr, halves, columns     # 2 if h is wanted; panels of B in each of so many halves
     idx depth, slices       # of K: none a sliver, 520 is 2*260, not 512 + 8
@@ -1282,6 +1288,7 @@ cdef void lay_out(Product* p) noexcept nogil:
     elif WITH_AMX and p.m >= SPLIT_FROM and p.n >= SPLIT_COLUMNS:
         p.parts = 3
     p.beside = p.half_c
+    p.past = p.half_c and p.m*p.n >= PAST_FROM and p.residual == NULL
     step = SPLIT if p.parts else 1
     p.mr, p.nr = SPLIT_ROWS if p.parts else MR, SPLIT if p.parts else NR
     p.rows, p.halves = parts(p.m, p.mr), 2 if p.h != NULL else 1
@@ -1370,7 +1377,7 @@ cdef inline vf pair(const real* x, const real* y, idx left, idx left_y) noexcept
     if real is float:
         return PAIRS(load(x, left), load(y, left_y))
     else:
-        return PAIR(load(x, left), load(y, left_y))
+        return ZIP(load_half(x, left), load_half(y, left_y))
 
 
 cdef inline void half_step(const bint full, const bint across, const bint turn, const real* x,
@@ -1699,7 +1706,7 @@ cdef inline void finish_row(const Product* p, const float* sums, idx second, rea
             swiglu_row(<const float*>c, <const float*>c + p.n//2, h, n)
         else:
             while j < n:
-                swiglu_halves(sums + j, second, <uint16_t*>c + j, p.n//2, <uint16_t*>h + j)
+                swiglu_halves(sums + j, second, <uint16_t*>c + j, p.n//2, <uint16_t*>h + j, p.past)
                 j += 2*VL
         return
     while j < n and (p.beside or r != NULL):
@@ -1712,22 +1719,27 @@ cdef inline void finish_row(const Product* p, const float* sums, idx second, rea
         j += VL
 
 
-cdef inline void swiglu_halves(const float* sums, idx second, uint16_t* c, idx up,
-                               uint16_t* h) noexcept nogil:
-    """The next 2*VL elements of SwiGLU in bf16: gate and up past the caches, h into them.
-
-    h is read next, gate and up on the way back: as lines that were not read first they cost half.
-    """
+cdef inline void swiglu_halves(const float* sums, idx second, uint16_t* c, idx up, uint16_t* h,
+                               bint past) noexcept nogil:
+    """The next 2*VL elements of SwiGLU in bf16, gate and up perhaps past the caches."""
     cdef vf g0, g1, u0, u1
     g0, g1 = ROUND((<const vf*>sums)[0]), ROUND((<const vf*>sums)[1])
     u0, u1 = ROUND((<const vf*>(sums + second))[0]), ROUND((<const vf*>(sums + second))[1])
-    if WITH_DOT and (<size_t>c | <size_t>(c + up)) % 64 == 0:
+    if WITH_DOT and past and (<size_t>c | <size_t>(c + up)) % 64 == 0:
         STREAM(c, BOTH(g0, g1))
         STREAM(c + up, BOTH(u0, u1))
     else:
         store_both(c, g0, g1)
         store_both(c + up, u0, u1)
     store_both(h, silu(g0)*u0, silu(g1)*u1)
+
+
+cdef inline void store_all(uint16_t* y, const vf* x, bint past) noexcept nogil:
+    """SPLIT elements of C, rounded; past the caches where asked, and where they are a line."""
+    if WITH_DOT and past and <size_t>y % 64 == 0:
+        STREAM(y, BOTH(x[0], x[1]))
+    else:
+        half_row(<const float*>x, SPLIT, y)
 
 
 cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1, float* sums, idx ld,
@@ -1740,7 +1752,7 @@ cdef void finish(const Product* p, idx i0, idx i1, idx j0, idx j1, float* sums, 
     cdef idx i, at, sequence, position, n = j1 - j0
     if p.half_c and n == SPLIT and not (p.acc or p.threshold or p.residual != NULL or p.h != NULL):
         for i in range(i0, i1):             # as most products: nothing but to round
-            half_row(<const float*>sums + (i - i0)*ld, SPLIT, <uint16_t*>p.c + i*p.ldc + j0)
+            store_all(<uint16_t*>p.c + i*p.ldc + j0, <const vf*>(sums + (i - i0)*ld), p.past)
         return
     for i in range(i0, i1):
         if p.threshold:
@@ -1797,7 +1809,7 @@ cdef void multiply_panel(const Product* p, const Part* have, idx first, idx end,
     cdef bint acc = p.acc and not p.beside or s > 0
     cdef idx size = 2 if p.half_c else 4, width = size*least(p.nr, p.n - j)     # bytes
     cdef const char* z = <const char*>p.c + size*(first*p.mr*p.ldc + j)
-    if p.beside and (s + 1 < p.slices or p.h != NULL):
+    if p.beside and (s + 1 < p.slices or p.past):
         width = 0
     if have.b != NULL:
         b = panel_at(p, have, q, half, s)
@@ -2241,7 +2253,6 @@ cdef void batch_run(const Product* shape, size_t a, size_t b, size_t c, const in
 cdef inline vf load(const real* x, idx left) noexcept nogil:
     """The next VL elements, zeros from `left` on; memory past them is not read."""
     cdef vf v
-    cdef vh h
     if real is float:
         if left >= VL:
             return (<const vf*>x)[0]
@@ -2249,11 +2260,16 @@ cdef inline vf load(const real* x, idx left) noexcept nogil:
         memcpy(&v, x, left*sizeof(real))
         return v
     else:
-        if left >= VL:
-            return WIDEN((<const vh*>x)[0])
-        h = HZERO
-        memcpy(&h, x, left*sizeof(real))
-        return WIDEN(h)
+        return WIDEN(load_half(x, left))
+
+
+cdef inline vh load_half(const uint16_t* x, idx left) noexcept nogil:
+    """The same of bf16, as they are."""
+    cdef vh h = HZERO
+    if left >= VL:
+        return (<const vh*>x)[0]
+    memcpy(&h, x, left*sizeof(uint16_t))
+    return h
 
 
 cdef inline void store(real* y, vf v, idx left) noexcept nogil:
