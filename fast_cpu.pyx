@@ -21,6 +21,12 @@ docstring says otherwise, and nothing here checks shapes: `tensor.py` does.  One
 one parallel region.  Work is cut by shape alone and every sum has a fixed order, so a result has
 the same bits for any number of threads.  Kernels are `noexcept nogil`; constants are written
 `<float>1.5`, because a bare one would promote the arithmetic to double.
+
+bf16 is how activations may be stored, not another arithmetic.  Row kernels are written once over
+`real`, an element of either type, and compute in fp32.  Products and attention take operands of
+bf16 in the tiles that fp32 takes in three parts, only in one (section 6), by AMX, by AVX-512 BF16
+or by taking words apart.  A flag `half` says that activations are bf16; weights, their gradients
+and statistics are fp32 always.
 """
 from cython.parallel cimport parallel, prange, threadid
 from cpython.buffer cimport PyBuffer_FillInfo
@@ -1205,6 +1211,10 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 # rows, or, where there are few rows, A and panels of columns, which go from their source to L1.
 # A weight can also come packed: `pack_b` does it once, for as long as the weight stays as it is.
 #
+# bf16 is packed as it is, or rounded, in one part, and multiplied by AMX, by AVX-512 BF16, or as
+# two fp32 of each word.  Sums grow beside C, which could not hold them, in a strip that stays in L1,
+# and are rounded once, after the epilogue; weight gradients are fp32 and take sums as fp32 does.
+#
 # In parts.  AMX multiplies bf16 16 times as fast as fp32 is multiplied elsewhere, and an fp32 is
 # the exact sum of three bf16, its mantissa's bits 1-8, 9-16 and 17-24 (cut off, so all have its
 # sign).
@@ -1281,7 +1291,9 @@ cdef struct Part:
 
 cdef void lay_out(Product* p) noexcept nogil:
     """Fill in how the product is cut."""
-    cdef idx slices = most(1, parts(p.k, KC_BESIDE if p.half_c else KC)), step
+    cdef idx slices, step
+    # deep products take sums in fp32 first: their panels, perhaps packed before, are those of fp32
+    slices = most(1, parts(p.k, KC_BESIDE if p.half_c and p.k <= DEEP else KC))
     p.parts = 0
     if p.half:
         p.parts = 1

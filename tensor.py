@@ -785,7 +785,7 @@ def packed_weight(b, ldb, tb, m, n, k, half):
     packs = b.storage.packs
     if packs is None or m < 16:
         return 0
-    key, version = (b.offset, ldb, tb, n, k, half > 0), b.version
+    key, version = (b.offset, ldb, tb, n, k, half), b.version
     if key not in packs or packs[key][0] != version:
         packs[key] = version, None
         return 0

@@ -3177,6 +3177,44 @@ def test_bf16_packed_weights():
     assert_same_run(*results)
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("vocab", [70, 600, 4200])
+def test_bf16_head_in_chunks(monkeypatch, vocab):
+    """dx has the bits of one chunk when there are several, the later ones on packed weights: catches
+    panels cut for sums in bf16 that are read as those of fp32 (512 k a slice, or 384)."""
+    rng, runs = rng_of("chunks"), []
+    x, t = normal16(rng, (300, 64)), rng.integers(-1, vocab, 300)
+    values = rng.standard_normal((vocab, 64))/8
+    for elements, packs in ((1 << 23, None), (1, {})):      # the smallest chunk has 128 rows
+        monkeypatch.setattr(tensor, "CHUNK_ELEMENTS", elements)
+        leaf, w = own16(x, True), own(values, True)
+        w.storage.packs = packs
+        ag.head_loss(leaf, w, own(t)).backward()
+        runs.append((leaf.grad.numpy(), w.grad.numpy()))
+    assert_same_bits(runs[0][0], runs[1][0], "dx")
+    assert_close(runs[0][1], runs[1][1], what="dw")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("half_c", [True, False], ids=["to bf16", "to f32"])
+@pytest.mark.parametrize("rows", [16, 100, 700])
+def test_bf16_products_of_packed_weights(rows, half_c):
+    """A weight that comes packed gives the bits of one that does not, for every depth at which slices
+    are cut in another way, and for results of both dtypes in turn."""
+    for k in (33, 400, 513, 1200, 4096, 4130):
+        rng, runs = rng_of(f"packed {k}"), []
+        x, values = own16(rng.standard_normal((rows, k))), rng.standard_normal((k, 70))
+        for packs in (None, {}):
+            w = own(values)
+            w.storage.packs = packs
+            outs = [tensor.empty((rows, 70), dtype) for dtype in ("bf16", "f32")*3]
+            for out in outs if half_c else reversed(outs):
+                tensor.matmul(x, w, out)
+            runs.append([out.numpy() for out in outs])
+        for a, b in zip(runs[0], runs[1]):
+            assert_same_bits(a, b, f"{rows} {k}")
+
+
 def test_bf16_set_reaches_the_products():
     """p.set_ is seen by the next forward: the bf16 copies of weights follow their version."""
     model, other = scatter(build16(**SMALL), 1), scatter(build16(**SMALL), 2)
