@@ -1286,6 +1286,7 @@ cdef struct Part:
     const float* a
     const float* b
     idx q0, q1, s0, s1
+    idx b_from              # the slice that b begins with: s0, or 0 where B came packed
     idx group               # panels of a task of packing
 
 
@@ -1800,7 +1801,7 @@ cdef inline float* panel_at(const Product* p, const Part* have, idx q, idx half,
                             idx s) noexcept nogil:
     """Where panel q of a half of B's columns, slice s, lies in what is at hand."""
     cdef idx columns = have.q1 - have.q0
-    return <float*>have.b + (((s - have.s0)*p.halves + half)*columns + q - have.q0)*p.b_room
+    return <float*>have.b + (((s - have.b_from)*p.halves + half)*columns + q - have.q0)*p.b_room
 
 
 cdef inline float* rows_at(const Product* p, const Part* have, idx t, idx s) noexcept nogil:
@@ -1895,7 +1896,7 @@ cdef inline Part whole(const Product* p) noexcept nogil:
     """All of the product, B packed if it came so."""
     cdef Part all
     all.a, all.b, all.q0, all.q1, all.s0, all.s1 = NULL, p.packed, 0, p.columns, 0, p.slices
-    all.group = 1
+    all.b_from, all.group = 0, 1
     return all
 
 
@@ -2015,6 +2016,7 @@ cdef void multiply_team(const Product* p, const Plan* plan, float* room, float* 
             columns = have.q1 - have.q0
             while have.s0 < all.s1:
                 have.s1 = least(all.s1, have.s0 + plan.deep)
+                have.b_from = have.s0 if plan.b else 0
                 if threadid() == 0:
                     deal(&multiplying, threads)
                 shared = shared_tasks(p, &have, threads) if plan.a or plan.b else 0
@@ -2131,7 +2133,7 @@ cdef void run_product(Product* p):
         run_deep(p)
         return
     lay_out(p)
-    if p.m < SPLIT_FROM and p.tb and not p.ta and p.half_a == p.half_b:
+    if p.m < SPLIT_FROM and p.tb and not p.ta and p.half_a == p.half_b and p.half_a == p.half:
         step = most(4, parts(p.n, 4*TASKS*threads)*4)       # columns of a task
         for t in prange(parts(p.n, step), nogil=True, schedule='dynamic',
                         num_threads=1 if p.n*p.k < SERIAL_BELOW else THREADS):
@@ -2998,7 +3000,8 @@ cdef void describe(Attention* a, const int64_t* dims, const size_t* address, int
     a.heads, a.kv_heads, a.dim = dims[3], dims[4], dims[5]
     a.wide = (a.dim + AL - 1)//AL*AL
     a.half, a.scale, a.factor, a.lse, a.parts = half, scale, 1, lse, 0
-    a.weights = (WITH_AMX or WITH_DOT) if half else WITH_AMX and a.dim >= SPLIT_DIM
+    # a factor that is not positive would turn maxima round: then q carries it, as in fp32
+    a.weights = ((WITH_AMX or WITH_DOT) and scale > 0 if half else WITH_AMX and a.dim >= SPLIT_DIM)
     if half and a.weights:
         a.parts, a.factor = 1, scale*LOG2_E
     elif WITH_AMX and not half and (a.weights or a.dim >= 32 and a.sk >= SPLIT_KEYS):

@@ -3196,6 +3196,48 @@ def test_bf16_head_in_chunks(monkeypatch, vocab):
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("m, n, k", [(64, 200, 9000), (160, 320, 4200), (256, 512, 1536),
+                                     (560, 1120, 1100), (561, 300, 2000), (33, 2000, 4100)])
+def test_packed_weights_in_rounds(m, n, k, dtype):
+    """Few rows share A in rounds of slices, while a packed B is there from its first slice on: the
+    second use of a weight has the bits of the first, on one thread and several."""
+    rng, runs = rng_of(f"rounds {m} {k}"), []
+    x, w = own16(rng.standard_normal((m, k))), own(rng.standard_normal((n, k))/8)
+    x, w.storage.packs = tensor.cast(x, dtype), {}
+    for threads in (2, 2, 3, 1):
+        tensor.set_threads(threads)
+        out = tensor.empty((m, n))              # sums in C itself, also of bf16
+        tensor.matmul(x, tensor.transposed(w), out)
+        runs += [out.numpy(), ag.linear(x, w).numpy()]
+    exact = x.numpy().astype(np.float64) @ (rounded(w.numpy()) if dtype == "bf16" else
+                                            w.numpy()).T.astype(np.float64)
+    assert_close(runs[0], exact)
+    for i in range(2, len(runs)):
+        assert_same_bits(runs[i], runs[i % 2], f"use {i//2}")
+
+
+@pytest.mark.parametrize("m", [1, 15, 16])
+def test_bf16_results_of_f32(m):
+    """f32 times f32 into bf16 rounds its operands, whatever the number of rows, and adds once."""
+    rng = rng_of("f32 into bf16")
+    a, b = rng.standard_normal((m, 511)), rng.standard_normal((40, 511))
+    out = own16(np.ones((m, 40)))
+    tensor.matmul(own(a), tensor.transposed(own(b)), out, True)
+    assert_rounded_once(out.numpy(), 1 + rounded(a).astype(np.float64) @ rounded(b).T)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.25])
+def test_bf16_attention_of_any_scale(scale):
+    """A scale that is not positive: all keys alike, or the smallest score ahead."""
+    rng = rng_of("scale")
+    x = [normal16(rng, (1, 70, 2, 16)) for _ in range(3)]
+    rule = Case("scale", partial(ag.attention, scale=scale), partial(naive_attention, scale=scale),
+                [lambda _, a=a: a for a in x])
+    test_bf16_operation(rule)
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize("half_c", [True, False], ids=["to bf16", "to f32"])
 @pytest.mark.parametrize("rows", [16, 100, 700])
 def test_bf16_products_of_packed_weights(rows, half_c):

@@ -769,6 +769,7 @@ class Run:
         s = self.s
         self.stored = {k: v for k, v in dataclasses.asdict(s).items() if k not in OWN}
         self.stored["data"] = s.data and os.path.abspath(s.data)
+        self.stored["dtype"] = self.machine.dtype       # "auto" might decide otherwise next time
         s.lr = min(0.75/s.dim, 5e-3) if s.lr is None else s.lr
         s.min_lr = s.lr/10 if s.min_lr is None else s.min_lr
         s.warmup = min(100, s.steps//10) if s.warmup is None else s.warmup
