@@ -2052,7 +2052,7 @@ cdef inline void dots(const int rows, const int cols, const real* a, idx lda, co
     for t in range(k//VL):
         for j in range(cols):
             w[j] = load(b + j*ldb + t*VL, VL)
-            prefetch(b + (j + cols)*ldb + t*VL)     # the next rows: hardware begins anew with each
+            prefetch(b + (j + 2*cols)*ldb + t*VL)   # hardware begins anew with each row: hardware begins anew with each
         for i in range(rows):
             x = load(a + i*lda + t*VL, VL)
             for j in range(cols):
