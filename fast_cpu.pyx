@@ -1212,8 +1212,8 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 # A weight can also come packed: `pack_b` does it once, for as long as the weight stays as it is.
 #
 # bf16 is packed as it is, or rounded, in one part, and multiplied by AMX, by AVX-512 BF16, or as
-# two fp32 of each word.  Sums grow beside C, which could not hold them, in a strip that stays in L1,
-# and are rounded once, after the epilogue; weight gradients are fp32 and take sums as fp32 does.
+# two fp32 of each word.  Sums grow beside C, which could not hold them, in a strip that stays in
+# L1, and are rounded once, after the epilogue; weight gradients are fp32 and take sums as fp32 does.
 #
 # In parts.  AMX multiplies bf16 16 times as fast as fp32 is multiplied elsewhere, and an fp32 is
 # the exact sum of three bf16, its mantissa's bits 1-8, 9-16 and 17-24 (cut off, so all have its
@@ -2052,7 +2052,7 @@ cdef inline void dots(const int rows, const int cols, const real* a, idx lda, co
     for t in range(k//VL):
         for j in range(cols):
             w[j] = load(b + j*ldb + t*VL, VL)
-            prefetch(b + (j + 2*cols)*ldb + t*VL)   # hardware begins anew with each row: hardware begins anew with each
+            prefetch(b + (j + 2*cols)*ldb + t*VL)   # hardware begins anew with each row
         for i in range(rows):
             x = load(a + i*lda + t*VL, VL)
             for j in range(cols):
@@ -3649,6 +3649,14 @@ cdef void close_gradients(const vf* x, const vf* y, const vf* total, const vf* m
     store_both(ds + 16, VZERO, VZERO)
 
 
+cdef inline Operand by_keys(const Attention* a, const float* x, const float* halves, idx keys,
+                            idx queries, float* room) noexcept nogil:
+    """p or ds of a tile as a left operand [keys, queries]: in bf16 it is there already."""
+    if a.parts == 1:
+        return operand(1, halves, panel_room(1, TILE, SPLIT_ROWS), 0)
+    return left(a.parts if a.weights else 0, x, TILE, 1, keys, queries, room)
+
+
 cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Operand v, Operand kt,
                         float* dk, float* dv, float* room) noexcept nogil:
     """dq of at most TILE queries from q0 on, of one head; adds their part of dk and dv."""
@@ -3657,7 +3665,7 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
     cdef int count = a.parts if a.weights else 0
     # Whole register tiles of keys: the odd ones lie in every query's future and get p = ds = 0.
     cdef idx end = (ahead + queries + AR - 1)//AR*AR, k0 = 0, keys, shift, lane, ld, i
-    cdef Operand qt, dyt, q_rows, dy_rows, p_rows, ds_rows, dst
+    cdef Operand qt, dyt, q_rows, dy_rows, dst
     cdef Halves halves
     # Scratch: q, dy [TILE, wide], dq^T [wide, TILE], p, ds [KEYS, TILE], lse, delta [TILE]
     cdef float* q = room
@@ -3695,16 +3703,10 @@ cdef void backward_tile(const Attention* a, idx b, idx h, idx q0, Operand k, Ope
                            a.factor, &halves if a.parts == 1 else NULL)
             lane += AL
         # dv += p^T dy;  dk += ds^T q, dq += ds k, both scaled at the end
-        if a.parts == 1:
-            p_rows = operand(1, halves.p, panel_room(1, TILE, SPLIT_ROWS), 0)
-        else:
-            p_rows = left(count, p, TILE, 1, keys, queries, weights)
-        multiply(keys, wide, queries, p_rows, dy_rows, dv + k0*wide, wide, True, -shift)
-        if a.parts == 1:
-            ds_rows = operand(1, halves.ds, panel_room(1, TILE, SPLIT_ROWS), 0)
-        else:
-            ds_rows = left(count, ds, TILE, 1, keys, queries, weights)
-        multiply(keys, wide, queries, ds_rows, q_rows, dk + k0*wide, wide, True, -shift)
+        multiply(keys, wide, queries, by_keys(a, p, halves.p, keys, queries, weights), dy_rows,
+                 dv + k0*wide, wide, True, -shift)
+        multiply(keys, wide, queries, by_keys(a, ds, halves.ds, keys, queries, weights), q_rows,
+                 dk + k0*wide, wide, True, -shift)
         if a.parts == 1:
             dst = operand(1, halves.dst, panel_room(1, KEYS, SPLIT), 0)
         else:

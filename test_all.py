@@ -3180,8 +3180,8 @@ def test_bf16_packed_weights():
 @pytest.mark.smoke
 @pytest.mark.parametrize("vocab", [70, 600, 4200])
 def test_bf16_head_in_chunks(monkeypatch, vocab):
-    """dx has the bits of one chunk when there are several, the later ones on packed weights: catches
-    panels cut for sums in bf16 that are read as those of fp32 (512 k a slice, or 384)."""
+    """dx has the bits of one chunk when there are several, the later ones on packed weights:
+    catches panels cut for sums in bf16 that are read as those of fp32 (512 k a slice, or 384)."""
     rng, runs = rng_of("chunks"), []
     x, t = normal16(rng, (300, 64)), rng.integers(-1, vocab, 300)
     values = rng.standard_normal((vocab, 64))/8
@@ -3241,8 +3241,8 @@ def test_bf16_attention_of_any_scale(scale):
 @pytest.mark.parametrize("half_c", [True, False], ids=["to bf16", "to f32"])
 @pytest.mark.parametrize("rows", [16, 100, 700])
 def test_bf16_products_of_packed_weights(rows, half_c):
-    """A weight that comes packed gives the bits of one that does not, for every depth at which slices
-    are cut in another way, and for results of both dtypes in turn."""
+    """A weight that comes packed gives the bits of one that does not, for every depth at which
+    slices are cut in another way, and for results of both dtypes in turn."""
     for k in (33, 400, 513, 1200, 4096, 4130):
         rng, runs = rng_of(f"packed {k}"), []
         x, values = own16(rng.standard_normal((rows, k))), rng.standard_normal((k, 70))
