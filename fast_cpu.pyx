@@ -985,13 +985,14 @@ cdef inline vf gelu_slope(vf x) noexcept nogil:
 cdef void unary_part(int kind, const float* x, float* y, idx n) noexcept nogil:
     """y = f(x)."""
     cdef idx i = 0
-    if kind == EXP:
+    if kind == SILU or kind == GELU:
+        while i < n:
+            store(y + i, silu(load(x + i, n - i)) if kind == SILU else gelu(load(x + i, n - i)),
+                  n - i)
+            i += VL
+    elif kind == EXP:
         for i in range(n):
             y[i] = fexp(x[i])
-        return
-    while i < n:
-        store(y + i, silu(load(x + i, n - i)) if kind == SILU else gelu(load(x + i, n - i)), n - i)
-        i += VL
 
 
 cdef void unary_backward_part(int kind, const float* x, const float* dy, float* dx,
@@ -999,14 +1000,15 @@ cdef void unary_backward_part(int kind, const float* x, const float* dy, float* 
     """dx = dy f'(x)."""
     cdef idx i = 0
     cdef vf v
-    if kind == EXP:
+    if kind == SILU or kind == GELU:
+        while i < n:
+            v = load(x + i, n - i)
+            v = silu_slope(v) if kind == SILU else gelu_slope(v)
+            store(dx + i, load(dy + i, n - i)*v, n - i)
+            i += VL
+    elif kind == EXP:
         for i in range(n):
             dx[i] = dy[i]*fexp(x[i])
-        return
-    while i < n:
-        v = load(x + i, n - i)
-        store(dx + i, load(dy + i, n - i)*(silu_slope(v) if kind == SILU else gelu_slope(v)), n - i)
-        i += VL
 
 
 def unary(int kind, size_t x, size_t y, idx n):
@@ -1855,7 +1857,7 @@ cdef void multiply_block(const Product* p, const Part* have, idx first, idx end,
     `own` is the thread's: one panel of B, sums that grow beside C, then A's panels, which are in
     that core's L2 from then on: of a slice, or of all where a panel of C takes them in turn.
     """
-    cdef idx s = have.s0, to, i, q, half, height = (end - first)*p.mr, ld = p.ldc
+    cdef idx s = have.s0, to, i, q, half, ld = p.ldc
     cdef bint epilogue = p.threshold or p.residual != NULL or p.h != NULL or p.beside
     cdef float* sums = own + p.b_room
     cdef float* packed = sums + sums_room(p, end - first)
