@@ -1215,7 +1215,8 @@ def dropout(size_t x, size_t y, idx sequences, idx seq, idx dim, uint64_t first_
 #
 # bf16 is packed as it is, or rounded, in one part, and multiplied by AMX, by AVX-512 BF16, or as
 # two fp32 of each word.  Sums grow beside C, which could not hold them, in a strip that stays in
-# L1, and are rounded once, after the epilogue; weight gradients are fp32 and take sums as fp32 does.
+# L1, and are rounded once, after the epilogue; weight gradients are fp32 and take sums as fp32
+# does.
 #
 # In parts.  AMX multiplies bf16 16 times as fast as fp32 is multiplied elsewhere, and an fp32 is
 # the exact sum of three bf16, its mantissa's bits 1-8, 9-16 and 17-24 (cut off, so all have its
