@@ -734,13 +734,37 @@ def gate_up_swiglu(x, w):
     keep = saved(x)
 
     def backward(g, sx, sw):
-        d = T.flat2(T.swiglu_backward(g, gu))
+        d = T.flat2(T.swiglu_backward(g, gu)[0])
         if sw:
             weight_gradient(sw, d, *keep())
         if sx:
             sx.fill(lambda out, acc: T.matmul(d, w, T.flat2(out), acc))
 
     return record(h, (x, w), backward, again=lambda: (T.swiglu(gu),), reads=(gu,))
+
+
+def mlp(x, gate_up, down, residual=None, dropout=None):
+    """linear(gate_up_swiglu(x, gate_up), down, residual, dropout): a SwiGLU block in one.
+
+    Bit by bit the two, but the pass that makes d(gu) of dh makes h as well, in its place: for xl512
+    a pass over gate and up less, 3 % of a step in bf16.
+    """
+    h, gu = T.gate_up_swiglu(x, gate_up)
+    keep, how = saved(x), dropout if dropout is not None and dropout.p > 0 else None
+
+    def backward(g, sx, s_up, s_down, sr):
+        d = T.flat2(T.packed(T.dropout(g, how) if how else g))
+        dgu, h = (T.flat2(t) for t in T.swiglu_backward(T.matmul(d, down), T.flat2(gu)))
+        if s_down:
+            weight_gradient(s_down, d, h)
+        if s_up:
+            weight_gradient(s_up, dgu, *keep())
+        if sx:
+            sx.fill(lambda out, acc: T.matmul(dgu, gate_up, T.flat2(out), acc))
+        if sr:
+            sr.give(g)      # last, as in `linear`
+
+    return record(T.linear(h, down, residual, how), (x, gate_up, down, residual), backward)
 
 
 def head_loss(x, w, targets, denominator=None, vocab=None, now=False):

@@ -91,7 +91,6 @@ cdef extern from *:
     #define ROUND(x) WIDEN(NARROW(x))
     /* both rounded at once, x before y; words of two, x below y */
     #define BOTH(x, y) ((vf)_mm512_cvtne2ps_pbh((__m512)(y), (__m512)(x)))
-    #define STREAM(p, x) _mm512_stream_ps((float*)(p), (__m512)(x))
     static inline vf PAIRS(vf x, vf y) {
         const vh zip = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
         const __m512i order = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)zip),
@@ -107,10 +106,22 @@ cdef extern from *:
                     | ((upper | 0x400000u) & nan)); }
     #define NARROW(x) __builtin_convertvector((vu)ROUND(x) >> 16, vh)
     #define BOTH(x, y) (x)              /* these two are not called */
-    #define STREAM(p, x) (void)(x)
     #define PAIRS(x, y) PAIR(ROUND(x), ROUND(y))
     #define DOT(s, x, y) ((s) + LOWER(x)*LOWER(y) + UPPER(x)*UPPER(y))
     #endif
+    /* past the caches, to a multiple of the vector's size */
+    #if defined(__AVX512F__)
+    enum { WITH_STREAM = 1 };
+    #define STREAM(p, x) _mm512_stream_ps((float*)(p), (__m512)(x))
+    #define STREAM_HALF(p, h) _mm256_stream_si256((__m256i*)(p), (__m256i)(h))
+    #else
+    enum { WITH_STREAM = 0 };
+    #define STREAM(p, x) (void)(x)
+    #define STREAM_HALF(p, h) (void)(h)
+    #endif
+    /* a flag that a loop asks anew each time: with a copy of the loop for each answer, gcc may fuse
+       a*b - c*d to a multiply-add of the one product here and of the other there */
+    static inline int ASK(int flag) { __asm__ volatile("" : "+r"(flag)); return flag; }
     /* lane-wise a > b ? a : b (b where either is NaN): an instruction, which gcc does not see */
     #if defined(__AVX__)
     static inline vf vmax(vf a, vf b) {
@@ -276,7 +287,7 @@ cdef extern from *:
         else { EACH(rows, cols) ((vf*)((c) + i*(ldc)))[j] = sums[i][j]; } } while (0)
     #define fmaf1(a, b, c) __builtin_fmaf(a, b, c)      /* one rounding, spelled out */
     """
-    enum: VL, MR, NV, NR, WITH_OPENMP, WITH_AMX, WITH_DOT, DOT_ROWS
+    enum: VL, MR, NV, NR, WITH_OPENMP, WITH_AMX, WITH_DOT, WITH_STREAM, DOT_ROWS
     ctypedef float vf
     ctypedef uint16_t vh
     ctypedef int vi
@@ -308,6 +319,8 @@ cdef extern from *:
     vf PAIRS(vf, vf) noexcept nogil
     vf BOTH(vf, vf) noexcept nogil
     void STREAM(void*, vf) noexcept nogil
+    void STREAM_HALF(void*, vh) noexcept nogil
+    int ASK(int) noexcept nogil
     vf BROADCAST(const float*) noexcept nogil
     vf RECIPROCAL(vf) noexcept nogil
     float SUM16(vf) noexcept nogil
@@ -679,10 +692,18 @@ cdef inline vf half_weight(vf x) noexcept nogil:
 
 
 cdef inline vf sigmoid(vf x) noexcept nogil:
-    """s = 1/(1 + e^-x), by e^-|x| as in `weight`, which cannot overflow: s(-x) = e^-x s(x)."""
-    cdef vf e = weight((<vf>(<vi>x & 0x7fffffff))*-LOG2_E)
-    cdef vf s = RECIPROCAL(e + <float>1.0)
-    cdef vi negative = <vi>x >> 31
+    """s = 1/(1 + e^-x).
+
+    AVX-512's 2^x also takes x > 0; held below 2^126, e^-x cannot become infinite.  Elsewhere by
+    e^-|x|, as in `weight`: s(-x) = e^-x s(x).
+    """
+    cdef vf e, s
+    cdef vi negative
+    if VL == 16:
+        return RECIPROCAL(weight(VZERO - vmax(VZERO - <float>126.0, x*LOG2_E)) + <float>1.0)
+    e = weight((<vf>(<vi>x & 0x7fffffff))*-LOG2_E)
+    s = RECIPROCAL(e + <float>1.0)
+    negative = <vi>x >> 31
     return <vf>((<vi>s & ~negative) | (<vi>(e*s) & negative))
 
 
@@ -1236,8 +1257,11 @@ cdef enum:
     KC_BESIDE = 384         # where its sums stay in L1 anyway: a panel of B leaves them more room
     PAST_FROM = 1 << 23     # elements of a C in bf16 from which on nothing of it would be found in
                             # a cache again; a line that is not read first costs half
+    PAST_BYTES = 1 << 23    # the same for rows that something else reads next
     DEEP = 4096             # k from which on sums beside C would take too much of L2
     BLOCK_ROWS = 140        # rows of a block where B's panels are shared
+    BLOCK_HALVES = 280      # the same of bf16 into fp32: B's panels are read half as often, dW of
+                            # xl512 +7 to +13 %; where sums lie beside C, -5 to -20
     LOW_ROWS = 560          # up to so many rows A is shared: 1.1 MB a slice, or 1.7 in parts
     HALF_L2 = 300000        # floats of A's rows, in a slice, that stay in L2 while columns go by
     NC = 8192               # columns of B that are packed at a time: 16 MB, within L3
@@ -1247,6 +1271,7 @@ cdef enum:
     TASKS = 4               # tasks a thread gets at least: one may be slowed by other processes
     TILE_MAX = 32*32        # room for one tile
     AHEAD = 8               # rows that are fetched ahead while packing, or in an epilogue
+    FETCH = 2048            # bytes that row operations fetch ahead of where they read
     PARALLEL_FROM = 1 << 20 # multiply-adds below which one thread is faster than a team
     THIN = 4                # rows of the low register tiles, or twice as many; 8 sums still hide
                             # the latency, and one token's products consist of these
@@ -1976,7 +2001,7 @@ cdef Plan share(const Product* p, int threads) noexcept nogil:
     B is then packed once a block, which costs less than A from L3 for every panel of B.
     """
     cdef Plan plan
-    cdef idx slice
+    cdef idx slice, tall = BLOCK_HALVES if p.parts == 1 and not p.beside else BLOCK_ROWS
     plan.a = p.rows <= low_panels(p) and p.n >= 2*p.m
     plan.b = not plan.a and p.packed == NULL
     plan.wide = least(p.columns, NC//p.nr//p.halves) if plan.b else p.columns
@@ -1991,7 +2016,7 @@ cdef Plan share(const Product* p, int threads) noexcept nogil:
     plan.blocks = most(plan.blocks, parts(p.rows, tallest(p)))
     plan.ranges = least(p.columns, parts(TASKS*threads, plan.blocks)) if plan.a else 1
     if not plan.a:
-        plan.blocks = least(p.rows, most(plan.blocks, most(parts(p.rows*p.mr, BLOCK_ROWS),
+        plan.blocks = least(p.rows, most(plan.blocks, most(parts(p.rows*p.mr, tall),
                                                            TASKS*threads)))
     return plan
 
@@ -2264,7 +2289,7 @@ cdef void batch_run(const Product* shape, size_t a, size_t b, size_t c, const in
 # a row are row_sum: 4*VL running sums, then a fixed tree.  Sums over rows (gradients of norm
 # weights) go by fixed chunks of rows into scratch, and the chunks are added in order.
 #
-# A loop over `load` and `store` is a vector loop with its tail built in: used where there are
+# Large results are written past the caches.  A loop over `load` and `store` is a vector loop with its tail built in: used where there are
 # accumulators, or rows so short (a head) that a vectorised scalar loop would mostly check aliasing.
 
 
@@ -2304,6 +2329,44 @@ cdef inline void store(real* y, vf v, idx left) noexcept nogil:
             (<vh*>y)[0] = h
         else:
             memcpy(y, &h, left*sizeof(real))
+
+
+cdef inline void store_past(real* y, vf v, idx left, bint past) noexcept nogil:
+    """store; `past` the caches if so, and if y is aligned as goes_past wants it."""
+    if WITH_STREAM and left >= VL and ASK(past):
+        if real is float:
+            STREAM(y, v)
+        else:
+            STREAM_HALF(y, NARROW(v))
+    else:
+        store(y, v, left)
+
+
+cdef inline bint goes_past(const real* y, idx elements, idx row) noexcept nogil:
+    """Is y, `elements` in rows of `row`, written past the caches: large, and in whole lines?
+
+    Nothing of it would still be there when it is read, and a line that is written without being
+    read first costs half.  Copying 32 MB that way: 29 instead of 17 GB/s; 2 MB: the same.
+    """
+    return (WITH_STREAM and elements*sizeof(real) >= PAST_BYTES and row % (2*VL) == 0
+            and <size_t>y % 64 == 0)
+
+
+cdef inline void copy_past(const real* x, real* y, idx n, bint past) noexcept nogil:
+    """y = x."""
+    cdef idx i = 0
+    while i < n:
+        store_past(y + i, load(x + i, n - i), n - i, past)
+        i += VL
+
+
+cdef inline void fetch(const real* x) noexcept nogil:
+    """Ask for what lies FETCH bytes past x.
+
+    The processor does that too, but starts anew on every page: in rmsnorm of 8 MB +30 %, RoPE and
+    SwiGLU's gradient +15 %.
+    """
+    prefetch(<const char*>x + FETCH)
 
 
 cdef inline vf lane_product(const real* a, const real* b, const float* c, idx i,
@@ -2533,6 +2596,8 @@ cdef inline void norm_row_backward(const real* dy, const real* x, const float* w
     cdef idx i = 0, left
     while i < n:
         left = n - i
+        fetch(dy + i)
+        fetch(x + i)
         g, v = load(dy + i, left), load(x + i, left)
         d = g*load(w + i, left)*r - v*c
         if more != NULL:
@@ -2553,7 +2618,7 @@ cdef inline void add_rows(const float* a, const float* b, float* y, idx n) noexc
 
 
 cdef inline float add_norm_row(const real* x, const real* residual, const float* w, real* total,
-                               real* y, idx n, float eps) noexcept nogil:
+                               real* y, idx n, float eps, bint past) noexcept nogil:
     """Row of add_rmsnorm; a total that nobody wants is formed in y, which is then overwritten."""
     cdef float r
     cdef idx i = 0
@@ -2565,7 +2630,8 @@ cdef inline float add_norm_row(const real* x, const real* residual, const float*
         x = total
     r, i = norm_factor(x, n, eps), 0
     while i < n:
-        store(y + i, load(x + i, n - i)*r*load(w + i, n - i), n - i)
+        fetch(x + i)
+        store_past(y + i, load(x + i, n - i)*r*load(w + i, n - i), n - i, past)
         i += VL
     return r
 
@@ -2574,6 +2640,7 @@ cdef void norm_rows(const real* x, const real* residual, const float* w, real* t
                     float* rstd, idx rows, idx dim, float eps):
     """add_rmsnorm for one type of element."""
     cdef idx r, t, step = grain(dim), n = parts(rows, step)
+    cdef bint past = goes_past(<const real*>y, rows*dim, dim)
     cdef Tasks tasks
     deal(&tasks, team(rows*dim))
     with nogil, parallel(num_threads=tasks.runs):
@@ -2582,7 +2649,8 @@ cdef void norm_rows(const real* x, const real* residual, const float* w, real* t
             for r in range(t*step, least(rows, t*step + step)):
                 rstd[r] = add_norm_row(
                     x + r*dim, residual + r*dim if residual != NULL else NULL, w,
-                    total + r*dim if total != NULL else NULL, y + r*dim, dim, eps)
+                    total + r*dim if total != NULL else NULL, y + r*dim, dim, eps,
+                    past)
             t = take(&tasks, n)
 
 
@@ -2671,24 +2739,26 @@ def add_rmsnorm_backward(size_t dy, size_t dtotal, size_t total, size_t w, size_
 # A row holds heads + kv_heads heads that are normed and turned, then kv_heads values that are not.
 
 cdef inline void rotate(const real* x, const float* w, float r, const float* cos, const float* sin,
-                        float sign, real* y, idx half) noexcept nogil:
+                        float sign, real* y, idx half, bint past) noexcept nogil:
     """y = one head x, times r w unless w is NULL, turned (back with sign -1); y may be x."""
     cdef vf a, b, c, s
     cdef idx i = 0, left
     while i < half:
         left = half - i
+        fetch(x + i)
+        fetch(x + half + i)
         a, b = load(x + i, left), load(x + half + i, left)
         if w != NULL:
             a, b = a*r*load(w + i, left), b*r*load(w + half + i, left)
         c, s = load(cos + i, left), load(sin + i, left)*sign
-        store(y + i, a*c - b*s, left)
-        store(y + half + i, b*c + a*s, left)
+        store_past(y + i, a*c - b*s, left, past)
+        store_past(y + half + i, b*c + a*s, left, past)
         i += VL
 
 
 cdef inline void qk_row(const real* qkv, real* out, const float* qw, const float* kw,
                         const float* cos, const float* sin, float* rstd, idx heads, idx kv_heads,
-                        idx n, float eps) noexcept nogil:
+                        idx n, float eps, bint past) noexcept nogil:
     """Norm (where there are weights) and RoPE of one row's heads of n elements, values copied."""
     cdef const float* w
     cdef float r = 1
@@ -2699,9 +2769,9 @@ cdef inline void qk_row(const real* qkv, real* out, const float* qw, const float
             r = norm_factor(qkv + h*n, n, eps)
             if rstd != NULL:
                 rstd[h] = r
-        rotate(qkv + h*n, w, r, cos, sin, <float>1.0, out + h*n, n//2)
+        rotate(qkv + h*n, w, r, cos, sin, <float>1.0, out + h*n, n//2, past)
     if out != qkv:
-        memcpy(out + turned*n, qkv + turned*n, kv_heads*n*sizeof(real))
+        copy_past(qkv + turned*n, out + turned*n, kv_heads*n, past)
 
 
 cdef void qk_rows(const real* qkv, real* out, const float* qw, const float* kw, const float* cos,
@@ -2710,6 +2780,7 @@ cdef void qk_rows(const real* qkv, real* out, const float* qw, const float* kw, 
     """qk_norm_rope for one type of element."""
     cdef idx r, half = head_dim//2, turned = heads + kv_heads, width = (turned + kv_heads)*head_dim
     cdef idx t, step = grain(width), n = parts(rows, step)
+    cdef bint past = goes_past(<const real*>out, rows*width, half)
     cdef Tasks tasks
     deal(&tasks, team(rows*width))
     with nogil, parallel(num_threads=tasks.runs):
@@ -2717,7 +2788,8 @@ cdef void qk_rows(const real* qkv, real* out, const float* qw, const float* kw, 
         while t >= 0:
             for r in range(t*step, least(rows, t*step + step)):
                 qk_row(qkv + r*width, out + r*width, qw, kw, cos + r%seq*half, sin + r%seq*half,
-                       rstd + r*turned if rstd != NULL else NULL, heads, kv_heads, head_dim, eps)
+                       rstd + r*turned if rstd != NULL else NULL, heads, kv_heads, head_dim, eps,
+                       past)
             t = take(&tasks, n)
 
 
@@ -2750,7 +2822,8 @@ cdef inline void qk_row_backward(real* d, const real* qkv, const float* qw, cons
     cdef idx h
     for h in range(heads + kv_heads):
         w = qw if h < heads else kw
-        rotate(<const real*>d + h*n, NULL, <float>1.0, cos, sin, <float>-1.0, d + h*n, n//2)
+        rotate(<const real*>d + h*n, NULL, <float>1.0, cos, sin, <float>-1.0, d + h*n, n//2,
+               False)
         if w != NULL:
             norm_row_backward(<const real*>d + h*n, qkv + h*n, w, rstd[h], d + h*n, False,
                               <const real*>NULL, dw if h < heads else dw + n, n)
@@ -2810,7 +2883,8 @@ def qk_norm_rope_backward(size_t dqkv, size_t qkv, size_t qw, size_t kw, size_t 
 
 # SwiGLU:  h = silu(gate)*up;  dgate = dh up silu'(gate),  dup = dh silu(gate)   (Shazeer, 2020)
 # gate and up are the halves of a row, as the one product with the fused weight leaves them; their
-# gradients take the same places, for that product's backward.
+# gradients take the same places, for that product's backward, and h takes that of dh, for the next
+# product's, which so need not keep it.
 
 cdef inline void swiglu_row(const real* gate, const real* up, real* h, idx n) noexcept nogil:
     """One row of h."""
@@ -2820,16 +2894,20 @@ cdef inline void swiglu_row(const real* gate, const real* up, real* h, idx n) no
         i += VL
 
 
-cdef inline void swiglu_backward_row(real* gate, real* up, const real* dh, idx n) noexcept nogil:
+cdef inline void swiglu_backward_row(real* gate, real* up, real* dh, idx n) noexcept nogil:
     """One row; the sigmoid is computed again from gate."""
     cdef vf g, u, d, s
     cdef idx i = 0
     while i < n:
-        g, u, d = load(<const real*>gate + i, n - i), load(<const real*>up + i, n - i), load(
-            dh + i, n - i)
+        fetch(<const real*>gate + i)
+        fetch(<const real*>up + i)
+        fetch(<const real*>dh + i)
+        g, u = load(<const real*>gate + i, n - i), load(<const real*>up + i, n - i)
+        d = load(<const real*>dh + i, n - i)
         s = sigmoid(g)
         store(gate + i, d*u*(s*(g*(<float>1.0 - s) + <float>1.0)), n - i)
         store(up + i, d*(g*s), n - i)
+        store(dh + i, g*s*u, n - i)
         i += VL
 
 
@@ -2843,8 +2921,7 @@ cdef void swiglu_rows(real* gu, real* h, idx rows, idx ffn, bint backward):
         while t >= 0:
             for r in range(t*step, least(rows, t*step + step)):
                 if backward:
-                    swiglu_backward_row(gu + 2*r*ffn, gu + (2*r + 1)*ffn, <const real*>h + r*ffn,
-                                        ffn)
+                    swiglu_backward_row(gu + 2*r*ffn, gu + (2*r + 1)*ffn, h + r*ffn, ffn)
                 else:
                     swiglu_row(<const real*>gu + 2*r*ffn, <const real*>gu + (2*r + 1)*ffn,
                                h + r*ffn, ffn)
@@ -2860,7 +2937,7 @@ def swiglu(size_t gu, size_t h, idx rows, idx ffn, bint half=False):
 
 
 def swiglu_backward(size_t gu, size_t dh, idx rows, idx ffn, bint half=False):
-    """gu [rows, 2 ffn] becomes its gradient, in place, from dh [rows, ffn]."""
+    """gu [rows, 2 ffn] becomes its gradient, in place, from dh [rows, ffn], which becomes h."""
     if half:
         swiglu_rows(<uint16_t*>gu, <uint16_t*>dh, rows, ffn, True)
     else:
@@ -3048,8 +3125,8 @@ cdef void stage_view(const Attention* a, const View* x, idx b, idx position, idx
         stage(<const float*>x.start + start, x.position, rows, a.dim, alpha, y, height, a.wide)
 
 
-cdef inline void scale_row(const float* x, float factor, real* y, idx n,
-                           bint add=False) noexcept nogil:
+cdef inline void scale_row(const float* x, float factor, real* y, idx n, bint add=False,
+                           bint past=False) noexcept nogil:
     """y (+)= factor x, rows as short as a head; y may be x."""
     cdef idx j = 0
     cdef vf v
@@ -3057,17 +3134,22 @@ cdef inline void scale_row(const float* x, float factor, real* y, idx n,
         v = load(x + j, n - j)*factor
         if add:
             v = v + load(<const real*>y + j, n - j)
-        store(y + j, v, n - j)
+        store_past(y + j, v, n - j, past)
         j += VL
+
+
+cdef inline void put_row(const Attention* a, const float* x, float factor, real* y) noexcept nogil:
+    """A head at one position, at y; past the caches, attention gains 6 to 20 %."""
+    scale_row(x, factor, y, a.dim, False, goes_past(y, a.batch*a.sq*a.heads*a.dim, a.dim))
 
 
 cdef inline void put(const Attention* a, const float* x, float factor, const View* y, idx b,
                      idx position, idx head) noexcept nogil:
-    """A head at one position of y = factor x."""
+    """The same, at its place in a view."""
     if a.half:
-        scale_row(x, factor, <uint16_t*>y.start + at(y, b, position, head), a.dim)
+        put_row(a, x, factor, <uint16_t*>y.start + at(y, b, position, head))
     else:
-        scale_row(x, factor, <float*>y.start + at(y, b, position, head), a.dim)
+        put_row(a, x, factor, <float*>y.start + at(y, b, position, head))
 
 
 cdef void flip(const float* x, idx rows, idx cols, float* y) noexcept nogil:
@@ -3554,12 +3636,24 @@ def attention(size_t q, size_t k, size_t v, size_t o, size_t lse, size_t dims, f
             t = take(&tasks, n)
 
 
+cdef inline void fetch_row(const char* x, idx n) noexcept nogil:
+    """Ask for n bytes, line by line."""
+    cdef idx i
+    for i in range(0, n, 64):
+        prefetch(x + i)
+
+
 cdef void row_dots(const Attention* a, idx b, idx q0, idx h, idx queries, float* z) noexcept nogil:
-    """z[row] = sum of dy*o over a head, for TILE rows from q0 on; 0 past the last query."""
-    cdef idx i, x, y
+    """z[row] = sum of dy*o over a head, for TILE rows from q0 on; 0 past the last query.
+
+    Rows lie far apart, so those to come are asked for: backward gains 1 to 7 %.
+    """
+    cdef idx i, x, y, size = 2 if a.half else 4
     for i in range(TILE):
         z[i] = 0
         if i < queries:
+            fetch_row(a.dy.start + size*at(&a.dy, b, q0 + i + AHEAD, h), size*a.dim)
+            fetch_row(a.o.start + size*at(&a.o, b, q0 + i + AHEAD, h), size*a.dim)
             x, y = at(&a.dy, b, q0 + i, h), at(&a.o, b, q0 + i, h)
             if a.half:
                 z[i] = row_sum(<const uint16_t*>a.dy.start + x, <const uint16_t*>a.o.start + y,

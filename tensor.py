@@ -1102,12 +1102,16 @@ def swiglu(gu):
 
 @row(lambda: (sample(4096, 1365), sample(4096, 2*1365)), FLOATS)
 def swiglu_backward(dh, gu):
-    """gu := d(gu), in place, from dh [..., ffn] and gu [..., 2*ffn] = gate | up."""
+    """gu := d(gu), dh := h, in place, from dh [..., ffn] and gu [..., 2*ffn] = gate | up.
+
+    -> (d(gu), h): what the products on both sides need, of one pass.
+    """
     half = alike("swiglu_backward", dh, gu)
     dh = packed(dh)
     core.swiglu_backward(gu.ptr, dh.ptr, dh.size//dh.shape[-1], dh.shape[-1], half)
     gu.storage.version += 1
-    return gu
+    dh.storage.version += 1
+    return gu, dh
 
 
 # Rows of logits that exist at a time: 2^23 elements are 32 MB, enough for the head's gradient

@@ -250,6 +250,10 @@ def attention64(q, k, v, scale=None):
     return (softmax64(np.where(future, -np.inf, scores)) @ v).transpose(0, 2, 1, 3)
 
 
+def mlp64(x, gate_up, down, residual=0.0):
+    return gate_up_swiglu64(x, gate_up) @ down.T + residual
+
+
 def gate_up_swiglu64(x, w):
     """silu(x gate') * (x up'), gate and up being the halves of w."""
     gate, up = np.split(x @ w.T, 2, -1)
@@ -560,6 +564,8 @@ for rows, dim, ffn in [((1,), 1, 1), ((3,), 5, 7), ((2, 15), 33, 31), ((14,), 32
                        ((2, 65), 32, 129)]:
     case(f"gate_up_swiglu {rows} {dim} {ffn}", ag.gate_up_swiglu, gate_up_swiglu64,
          (*rows, dim), (2*ffn, dim))
+    case(f"mlp {rows} {dim} {ffn}", ag.mlp, mlp64, (*rows, dim), (2*ffn, dim), (dim, ffn),
+         (*rows, dim))
 
 # The loss: ignored targets, the last class always among the others, and a head whose padding rows
 # hold numbers that must get neither probability nor gradient.
@@ -1186,6 +1192,27 @@ def test_made_again_with_the_same_bits(name):
     for a, b in zip(keep(), before, strict=True):
         assert_same_bits(a.numpy(), b)
     assert_same_bits(last()[0].numpy(), before[-1])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("rows, ffn", [(1, 7), (15, 32), (16, 70), (100, 352)])
+def test_mlp_is_its_two_operations(dtype, p, rows, ffn):
+    """The same bits, result and every gradient, with dropout and a residual."""
+    values = [np.random.default_rng(i).standard_normal(shape).astype(np.float32)
+              for i, shape in enumerate([(2, rows, 33), (2*ffn, 33), (33, ffn),
+                                           (2, rows, 33)])]
+    two = lambda x, up, down, r, how: ag.linear(ag.gate_up_swiglu(x, up), down, r, how)
+    results = []
+    for run in (ag.mlp, two):
+        x, r = ((own16 if dtype == "bf16" else own)(v, grad=True) for v in values[::3])
+        up, down = (own(v, grad=True) for v in values[1:3])
+        out = run(x, up, down, r, ag.Dropout(p, 5, 3, 1))
+        ag.sum(out*out).backward()
+        results.append([t.numpy() for t in (out, x.grad, up.grad, down.grad, r.grad)])
+    for a, b in zip(*results, strict=True):
+        assert np.isfinite(a).all() and a.any()
+        assert_same_bits(a, b)
 
 
 def test_saved_holds_what_nobody_makes_again():
@@ -2620,6 +2647,11 @@ def naive_swiglu(x, w):
     return ag.silu(naive_product(x, w[:half]))*naive_product(x, w[half:])
 
 
+def naive_mlp(x, gate_up, down, residual):
+    """A SwiGLU block."""
+    return naive_product(naive_swiglu(x, gate_up), down) + residual
+
+
 def naive_head(x, w, targets, denominator=None, vocab=None):
     """Cross entropy of x w^T over the first `vocab` rows of w."""
     logits = naive_product(x.reshape(-1, x.shape[-1]), w[:vocab])
@@ -2708,6 +2740,8 @@ for rows, dim, ffn in [((1,), 1, 1), ((3,), 5, 17), ((2, 15), 33, 31), ((16,), 3
                        ((17,), 65, 33), ((2, 33), 31, 70), ((5,), 1030, 9)]:
     rule(f"gate_up_swiglu {rows} {dim} {ffn}", ag.gate_up_swiglu, naive_swiglu, (*rows, dim),
          [2*ffn, dim])
+    rule(f"mlp {rows} {dim} {ffn}", ag.mlp, naive_mlp, (*rows, dim), [2*ffn, dim], [dim, ffn],
+         (*rows, dim))
 rule("gate_up_swiglu of a slice", lambda x, w: ag.gate_up_swiglu(x[:, 1:], w),
      lambda x, w: naive_swiglu(x[:, 1:], w), (2, 9, 33), [34, 33])
 
@@ -2974,11 +3008,37 @@ def test_bf16_gradients_of_two_dtypes(first):
     assert seen == ["bf16"] and x.grad.dtype == "bf16" and (x.grad.numpy() == 5).all()
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dim", [64, 48])
+def test_large_results_have_the_bits_of_small_ones(dtype, dim):
+    """8 MB and more are written past the caches (in whole lines only: not at 48), less is not."""
+    batch, rng = 20, np.random.default_rng(3)
+    draw = lambda *shape: (own16 if dtype == "bf16" else own)(rng.standard_normal(shape))
+    cos_sin, w = tensor.cos_sin(512, dim), own(rng.standard_normal(8*dim))
+
+    def run(x, dy):
+        q, k, v = (x.view((x.shape[0], 512, 8, dim), (512*24*dim, 24*dim, dim, 1),
+                          x.offset + 8*i*dim) for i in range(3))
+        out, lse = tensor.attention(q, k, v, 0.1)
+        grads = [tensor.empty(q.shape, dtype) for _ in range(3)]
+        tensor.attention_backward(dy, q, k, v, out, lse, 0.1, *grads)
+        turned = tensor.qk_norm_rope(x, *cos_sin, 8, 8)[0]
+        return out, *grads, turned, tensor.add_rmsnorm(out.view((*out.shape[:2], 8*dim)), None, w,
+                                                       1e-6)[1]
+
+    x, dy = draw(batch, 512, 24*dim), draw(batch, 512, 8, dim)
+    whole = [t.numpy() for t in run(x, dy)]
+    assert all(t.size*tensor.ITEMSIZE[dtype] >= 1 << 22 for t in whole)
+    for i in range(batch):
+        for one, part in zip(run(x[i:i + 1], dy[i:i + 1]), whole, strict=True):
+            assert_same_bits(one.numpy(), part[i:i + 1])
+
+
 # What the decoder calls, and what it gets.
 
 RESULTS = {"embed": "bf16", "add_rmsnorm": "bf16 bf16 f32", "qk_norm_rope": "bf16 f32",
            "attention": "bf16 f32", "linear": "bf16", "gate_up_swiglu": "bf16 bf16",
-           "swiglu": "bf16", "dropout": "bf16", "head_loss": "f32"}
+           "swiglu_backward": "bf16 bf16", "dropout": "bf16", "head_loss": "f32"}
 
 
 def test_bf16_rows(monkeypatch):

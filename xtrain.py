@@ -353,8 +353,7 @@ class Decoder:
             a = A.attention(q, k, v, c.flash).reshape(B, S, c.heads*c.head_dim)
             x = A.linear(a, w[f"{i}.o"], residual=x, dropout=site(0))
             y = A.add_rmsnorm(x, None, w[f"{i}.norm2"], c.norm_eps)
-            h = A.gate_up_swiglu(y, w[f"{i}.gate_up"])
-            return A.linear(h, w[f"{i}.down"], residual=x, dropout=site(1))
+            return A.mlp(y, w[f"{i}.gate_up"], w[f"{i}.down"], residual=x, dropout=site(1))
 
         return run
 
