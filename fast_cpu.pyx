@@ -692,18 +692,10 @@ cdef inline vf half_weight(vf x) noexcept nogil:
 
 
 cdef inline vf sigmoid(vf x) noexcept nogil:
-    """s = 1/(1 + e^-x).
-
-    AVX-512's 2^x also takes x > 0; held below 2^126, e^-x cannot become infinite.  Elsewhere by
-    e^-|x|, as in `weight`: s(-x) = e^-x s(x).
-    """
-    cdef vf e, s
-    cdef vi negative
-    if VL == 16:
-        return RECIPROCAL(weight(VZERO - vmax(VZERO - <float>126.0, x*LOG2_E)) + <float>1.0)
-    e = weight((<vf>(<vi>x & 0x7fffffff))*-LOG2_E)
-    s = RECIPROCAL(e + <float>1.0)
-    negative = <vi>x >> 31
+    """s = 1/(1 + e^-x), by e^-|x| as in `weight`, which cannot overflow: s(-x) = e^-x s(x)."""
+    cdef vf e = weight((<vf>(<vi>x & 0x7fffffff))*-LOG2_E)
+    cdef vf s = RECIPROCAL(e + <float>1.0)
+    cdef vi negative = <vi>x >> 31
     return <vf>((<vi>s & ~negative) | (<vi>(e*s) & negative))
 
 

@@ -567,6 +567,9 @@ for rows, dim, ffn in [((1,), 1, 1), ((3,), 5, 7), ((2, 15), 33, 31), ((14,), 32
     case(f"mlp {rows} {dim} {ffn}", ag.mlp, mlp64, (*rows, dim), (2*ffn, dim), (dim, ffn),
          (*rows, dim))
 
+case("gate_up_swiglu and linear", lambda x, up, down: ag.linear(ag.gate_up_swiglu(x, up), down),
+     mlp64, (2, 65, 32), (2*129, 32), (32, 129))            # h is made again for down's gradient
+
 # The loss: ignored targets, the last class always among the others, and a head whose padding rows
 # hold numbers that must get neither probability nor gradient.
 for rows, dim, vocab, padded in [((1,), 1, 2, 2), ((2, 7), 5, 11, 11), ((2, 7), 5, 11, 64),
