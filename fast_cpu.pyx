@@ -2279,9 +2279,10 @@ cdef void batch_run(const Product* shape, size_t a, size_t b, size_t c, const in
 # ---- 7. Row operations ---------------------------------------------------------------------------
 # A row is read from memory once; whatever else a formula needs comes from L1 or L2.  All sums along
 # a row are row_sum: 4*VL running sums, then a fixed tree.  Sums over rows (gradients of norm
-# weights) go by fixed chunks of rows into scratch, and the chunks are added in order.
+# weights) go by fixed chunks of rows into scratch, and the chunks are added in order.  Large
+# results are written past the caches.
 #
-# Large results are written past the caches.  A loop over `load` and `store` is a vector loop with its tail built in: used where there are
+# A loop over `load` and `store` is a vector loop with its tail built in: used where there are
 # accumulators, or rows so short (a head) that a vectorised scalar loop would mostly check aliasing.
 
 

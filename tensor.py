@@ -415,8 +415,8 @@ def row(bench, dtypes=("f32",), flops=None, rounds=False):
 
 # XTRAIN_DEBUG=2 prints a line for each row and shapes when the program ends, XTRAIN_DEBUG=1 one for
 # each row.  Bytes are those of a call's tensors, in and out, once each; the limit is the larger of
-# FLOPs over peak_flops() and bytes over bandwidth(), so what stays in a cache can exceed 100 %, as
-# do rows that touch only a part of a table (embed).
+# FLOPs over peak_flops() (of bf16, if a tensor is) and bytes over bandwidth(), so what stays in a
+# cache can exceed 100 %, as do rows that touch only a part of a table (embed).
 if os.environ.get("XTRAIN_DEBUG", "0") not in ("", "0", "1", "2"):
     raise ImportError(f"XTRAIN_DEBUG={os.environ['XTRAIN_DEBUG']}: wants 1 (a line an operation) "
                       "or 2 (and shape)")
@@ -424,13 +424,14 @@ DEBUG = int(os.environ.get("XTRAIN_DEBUG") or 0)
 
 
 class Spent:
-    """Calls, seconds (without those of rows inside), FLOPs and bytes of one line."""
+    """Calls, seconds (without those of rows inside), FLOPs, bytes and dtype of one line."""
 
-    def __init__(self):
-        self.calls, self.seconds, self.flops, self.bytes = 0, 0.0, 0, 0
+    def __init__(self, dtype):
+        self.calls, self.seconds, self.flops, self.bytes, self.dtype = 0, 0.0, 0, 0, dtype
 
 
-SPENT, inside = {}, [0.0]           # lines by (name, shapes); seconds of the rows inside each open
+SPENT = {}                          # lines by (name, shapes, dtype)
+inside = [0.0]                      # seconds of the rows inside each open one
 
 
 def timed(row, run, args, kwargs):
@@ -444,7 +445,8 @@ def timed(row, run, args, kwargs):
     tensors = [t for t in (*args, *kwargs.values(), *(out if isinstance(out, tuple) else (out,)))
                if isinstance(t, Tensor)]
     shapes = " ".join("x".join(map(str, t.shape)) for t in args if isinstance(t, Tensor))
-    line = SPENT.setdefault((row.name, shapes if DEBUG > 1 else ""), Spent())
+    dtype = "bf16" if any(t.dtype == "bf16" for t in tensors) else "f32"
+    line = SPENT.setdefault((row.name, shapes if DEBUG > 1 else "", dtype), Spent(dtype))
     line.calls, line.seconds = line.calls + 1, line.seconds + own
     line.flops += row.flops(*args) if row.flops else 0
     line.bytes += builtins.sum({t.ptr: t.size*DTYPES[t.dtype].itemsize for t in tensors}.values())
@@ -453,17 +455,19 @@ def timed(row, run, args, kwargs):
 
 def report():
     """Print what was recorded, the most expensive first, against the limits measured now."""
-    peak, stream = peak_flops(), bandwidth()
-    print(f"xtrain: {sum_of('calls')} calls, {sum_of('seconds'):.3f} s; limits {peak/1e9:.0f} "
-          f"GFLOP/s, {stream/1e9:.1f} GB/s on {threads()} threads ({ISA})\n"
+    peak = {dtype: peak_flops(dtype) for dtype in sorted({s.dtype for s in SPENT.values()})}
+    peaks = " and ".join(f"{p/1e9:.0f} GFLOP/s ({dtype})" for dtype, p in peak.items())
+    stream = bandwidth()
+    print(f"xtrain: {sum_of('calls')} calls, {sum_of('seconds'):.3f} s; limits {peaks}, "
+          f"{stream/1e9:.1f} GB/s on {threads()} threads ({ISA})\n"
           f"{'operation':24}{'calls':>7}{'ms':>10}{'%':>6}{'GFLOP/s':>9}{'GB/s':>7}{'limit':>7}"
-          "  shapes", file=sys.stderr)
-    for (name, shapes), s in sorted(SPENT.items(), key=lambda item: -item[1].seconds):
+          "  dtype and shapes", file=sys.stderr)
+    for (name, shapes, _), s in sorted(SPENT.items(), key=lambda item: -item[1].seconds):
         seconds = max(s.seconds, 1e-9)
-        limit = max(s.flops/peak, s.bytes/stream)/seconds
+        limit = max(s.flops/peak[s.dtype], s.bytes/stream)/seconds
         print(f"{name:24}{s.calls:7}{1e3*seconds:10.2f}{100*seconds/sum_of('seconds'):6.1f}"
-              f"{s.flops/seconds/1e9:9.1f}{s.bytes/seconds/1e9:7.1f}{limit:7.0%}  {shapes}",
-              file=sys.stderr)
+              f"{s.flops/seconds/1e9:9.1f}{s.bytes/seconds/1e9:7.1f}{limit:7.0%}  {s.dtype:4} "
+              f"{shapes}", file=sys.stderr)
 
 
 def sum_of(field):

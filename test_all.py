@@ -49,6 +49,7 @@ import threading
 import time
 import zlib
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Callable, NamedTuple
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # NumPy's team would fight with ours
@@ -3686,6 +3687,15 @@ for how in (None, bind):
     assert out.split() == ["b'2\\n'", "b'1\\n'"]
 
 
+def test_how_to_go_on(capsys):
+    """A run that was stopped before its end goes on to it; one at its end needs more steps."""
+    for step, why, how in [(3, "stopped", "runs/a"), (4, "stopped", "runs/a --steps 8"),
+                           (4, None, "runs/a --steps 8")]:
+        run = SimpleNamespace(step=step, s=SimpleNamespace(steps=4, data="book.txt"))
+        train.finish(run, "runs/a", SimpleNamespace(tokens=0), why, caught=True)
+        assert capsys.readouterr().out.splitlines()[-1].endswith(f" --resume {how}")
+
+
 @pytest.mark.parametrize("level", ["1", "2"])
 def test_debug_lines(level):
     """XTRAIN_DEBUG: a line for each operation (2: and shape), the most expensive first, whose times
@@ -3710,6 +3720,9 @@ t.head_loss(x, w, t.ids(64, below=400), 64, 400)
     (_, _, ms, _, rate, *_), = [row for row in table if row[0] == "matmul"]
     assert float(rate) == pytest.approx(2*64*500*300/float(ms)/1e6, rel=0.05, abs=0.2)
     assert run_here(code) == ("", "")
+    mixed = run_here(code + "t.linear(t.cast(x, 'bf16'), w)", XTRAIN_DEBUG=level)[1]
+    assert "(bf16) and" in mixed and "(f32)" in mixed and "(bf16)" not in head
+    assert {"f32", "bf16"} == {line.split()[7] for line in mixed.splitlines()[2:]}
 
 
 # ---- 12. Instruction sets -----------------------------------------------------------------------

@@ -1260,11 +1260,12 @@ def finish(run, folder, clock, why, caught):
     if not caught:
         tell("the model writes (temperature 0.8, top-k 50):\n"
               + indented(sample(run, LAST_SAMPLE_TOKENS)))
-    more = run.s.steps if why else 2*run.s.steps
+    done = run.step >= run.s.steps              # perhaps stopped at the last step
     prompt = " --prompt 'def '" if run.s.data is None else ""       # Python's own library
     folder = shlex.quote(folder)
     tell(f"sample:  python sample.py --model {folder}{prompt}\n"
-          f"go on:   python train.py --resume {folder}" + ("" if why else f" --steps {more}"))
+          f"go on:   python train.py --resume {folder}"
+          + (f" --steps {2*run.s.steps}" if done else ""))
 
 
 # ---- 8. Bench ------------------------------------------------------------------------------------
