@@ -643,10 +643,7 @@ def linear(x, w, residual=None, dropout=None, dtype=None):
 
     def backward(g, sx, sw, sr):
         d = T.flat2(T.packed(T.dropout(g, how) if how else g))
-        if sw:
-            weight_gradient(sw, d, *keep())
-        if sx:
-            sx.fill(lambda out, acc: T.matmul(d, w, T.flat2(out), acc))
+        product_gradients(d, w, keep, sx, sw)
         if sr:
             sr.give(g)      # last: sx may be the same, and would add to the g that it reads
 
@@ -656,6 +653,14 @@ def linear(x, w, residual=None, dropout=None, dtype=None):
 def weight_gradient(sink, d, x):
     """dW (+)= d^T x for d [rows, out] and x [..., in], straight into the weight's gradient."""
     sink.fill(lambda out, acc: T.matmul(T.transposed(d), T.flat2(T.packed(x)), out, acc))
+
+
+def product_gradients(d, w, keep, sx, sw):
+    """Those of x w^T from d, its own: dX = d w, dW = d^T x, for x from keep()."""
+    if sw:
+        weight_gradient(sw, d, *keep())
+    if sx:
+        sx.fill(lambda out, acc: T.matmul(d, w, T.flat2(out), acc))
 
 
 def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, eps=1e-6):
@@ -734,11 +739,7 @@ def gate_up_swiglu(x, w):
     keep = saved(x)
 
     def backward(g, sx, sw):
-        d = T.flat2(T.swiglu_backward(g, gu)[0])
-        if sw:
-            weight_gradient(sw, d, *keep())
-        if sx:
-            sx.fill(lambda out, acc: T.matmul(d, w, T.flat2(out), acc))
+        product_gradients(T.flat2(T.swiglu_backward(g, gu)[0]), w, keep, sx, sw)
 
     return record(h, (x, w), backward, again=lambda: (T.swiglu(gu),), reads=(gu,))
 
@@ -757,10 +758,7 @@ def mlp(x, gate_up, down, residual=None, dropout=None):
         dgu, h = (T.flat2(t) for t in T.swiglu_backward(T.matmul(d, down), T.flat2(gu)))
         if s_down:
             weight_gradient(s_down, d, h)
-        if s_up:
-            weight_gradient(s_up, dgu, *keep())
-        if sx:
-            sx.fill(lambda out, acc: T.matmul(dgu, gate_up, T.flat2(out), acc))
+        product_gradients(dgu, gate_up, keep, sx, s_up)
         if sr:
             sr.give(g)      # last, as in `linear`
 
