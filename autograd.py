@@ -755,12 +755,16 @@ def mlp(x, gate_up, down, residual=None, dropout=None):
 
     def backward(g, sx, s_up, s_down, sr):
         d = T.flat2(T.packed(T.dropout(g, how) if how else g))
-        dgu, h = (T.flat2(t) for t in T.swiglu_backward(T.matmul(d, down), T.flat2(gu)))
+        if sx or s_up:
+            dgu, h = (T.flat2(t) for t in T.swiglu_backward(T.matmul(d, down), T.flat2(gu)))
+        elif s_down:
+            h = T.flat2(T.swiglu(gu))
         if s_down:
             weight_gradient(s_down, d, h)
-        product_gradients(dgu, gate_up, keep, sx, s_up)
         if sr:
-            sr.give(g)      # last, as in `linear`
+            sr.give(g)      # nothing reads g from here on; before sx, as the two operations do
+        if sx or s_up:
+            product_gradients(dgu, gate_up, keep, sx, s_up)
 
     return record(T.linear(h, down, residual, how), (x, gate_up, down, residual), backward)
 

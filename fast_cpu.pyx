@@ -119,9 +119,15 @@ cdef extern from *:
     #define STREAM(p, x) (void)(x)
     #define STREAM_HALF(p, h) (void)(h)
     #endif
-    /* a flag that a loop asks anew each time: with a copy of the loop for each answer, gcc may fuse
-       a*b - c*d to a multiply-add of the one product here and of the other there */
-    static inline int ASK(int flag) { __asm__ volatile("" : "+r"(flag)); return flag; }
+    /* a product rounded by itself: in a*b - c*d gcc fuses the one to a multiply-add in one copy of a
+       loop and the other in the next, and from build to build */
+    #if defined(__AVX512F__)
+    static inline vf ROUNDED(vf x) { __asm__("" : "+v"(x)); return x; }
+    #elif defined(__AVX__)
+    static inline vf ROUNDED(vf x) { __asm__("" : "+x"(x)); return x; }
+    #else
+    static inline vf ROUNDED(vf x) { __asm__("" : "+m"(x)); return x; }
+    #endif
     /* lane-wise a > b ? a : b (b where either is NaN): an instruction, which gcc does not see */
     #if defined(__AVX__)
     static inline vf vmax(vf a, vf b) {
@@ -320,7 +326,7 @@ cdef extern from *:
     vf BOTH(vf, vf) noexcept nogil
     void STREAM(void*, vf) noexcept nogil
     void STREAM_HALF(void*, vh) noexcept nogil
-    int ASK(int) noexcept nogil
+    vf ROUNDED(vf) noexcept nogil
     vf BROADCAST(const float*) noexcept nogil
     vf RECIPROCAL(vf) noexcept nogil
     float SUM16(vf) noexcept nogil
@@ -989,9 +995,14 @@ cdef inline vf gelu(vf x) noexcept nogil:
 
 
 cdef inline vf gelu_slope(vf x) noexcept nogil:
-    """gelu'(x), from one sigmoid; square = Q x^2."""
-    cdef vf square = <float>0.0713548162726009*x*x
-    cdef vf s = sigmoid(x*(square + <float>1.5957691216057308))
+    """gelu'(x), from one sigmoid; square = Q x^2.
+
+    Beyond +-1,000, where it has long been 0 or 1, x stays there: 0 times an infinite square is NaN.
+    """
+    cdef vf square, s, far = VZERO - <float>1000.0
+    x = VZERO - vmax(far, VZERO - vmax(far, x))
+    square = <float>0.0713548162726009*x*x
+    s = sigmoid(x*(square + <float>1.5957691216057308))
     return s*(x*(<float>1.0 - s)*(<float>3.0*square + <float>1.5957691216057308) + <float>1.0)
 
 
@@ -2326,7 +2337,7 @@ cdef inline void store(real* y, vf v, idx left) noexcept nogil:
 
 cdef inline void store_past(real* y, vf v, idx left, bint past) noexcept nogil:
     """store; `past` the caches if so, and if y is aligned as goes_past wants it."""
-    if WITH_STREAM and left >= VL and ASK(past):
+    if WITH_STREAM and past and left >= VL:
         if real is float:
             STREAM(y, v)
         else:
@@ -2744,8 +2755,8 @@ cdef inline void rotate(const real* x, const float* w, float r, const float* cos
         if w != NULL:
             a, b = a*r*load(w + i, left), b*r*load(w + half + i, left)
         c, s = load(cos + i, left), load(sin + i, left)*sign
-        store_past(y + i, a*c - b*s, left, past)
-        store_past(y + half + i, b*c + a*s, left, past)
+        store_past(y + i, a*c - ROUNDED(b*s), left, past)
+        store_past(y + half + i, b*c + ROUNDED(a*s), left, past)
         i += VL
 
 

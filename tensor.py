@@ -1112,7 +1112,7 @@ def swiglu_backward(dh, gu):
     """
     half = alike("swiglu_backward", dh, gu)
     dh = packed(dh)
-    core.swiglu_backward(gu.ptr, dh.ptr, dh.size//dh.shape[-1], dh.shape[-1], half)
+    core.swiglu_backward(gu.ptr, dh.ptr, dh.size//max(1, dh.shape[-1]), dh.shape[-1], half)
     gu.storage.version += 1
     dh.storage.version += 1
     return gu, dh

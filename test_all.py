@@ -1201,8 +1201,10 @@ def test_made_again_with_the_same_bits(name):
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("rows, ffn", [(1, 7), (15, 32), (16, 70), (100, 352)])
-def test_mlp_is_its_two_operations(dtype, p, rows, ffn):
-    """The same bits, result and every gradient, with dropout and a residual."""
+@pytest.mark.parametrize("tracked", ["x up down r", "x up down", "down", "r", "up", "x"])
+@pytest.mark.parametrize("own_residual", [True, False])
+def test_mlp_is_its_two_operations(dtype, p, rows, ffn, tracked, own_residual):
+    """The same bits, result and every gradient, with dropout; the residual may be x itself."""
     values = [np.random.default_rng(i).standard_normal(shape).astype(np.float32)
               for i, shape in enumerate([(2, rows, 33), (2*ffn, 33), (33, ffn),
                                            (2, rows, 33)])]
@@ -1211,12 +1213,35 @@ def test_mlp_is_its_two_operations(dtype, p, rows, ffn):
     for run in (ag.mlp, two):
         x, r = ((own16 if dtype == "bf16" else own)(v, grad=True) for v in values[::3])
         up, down = (own(v, grad=True) for v in values[1:3])
-        out = run(x, up, down, r, ag.Dropout(p, 5, 3, 1))
+        leaves = {"x": x, "up": up, "down": down, "r": r if own_residual else x}
+        wanted = {id(leaves[name]) for name in tracked.split()}
+        for t in leaves.values():
+            t.requires_grad = id(t) in wanted
+        out = run(x, up, down, leaves["r"], ag.Dropout(p, 5, 3, 1))
         ag.sum(out*out).backward()
-        results.append([t.numpy() for t in (out, x.grad, up.grad, down.grad, r.grad)])
+        assert all((t.grad is not None) == t.requires_grad for t in leaves.values())
+        results.append([out.numpy(), *(t.grad.numpy() for t in leaves.values() if t.requires_grad)])
     for a, b in zip(*results, strict=True):
         assert np.isfinite(a).all() and a.any()
         assert_same_bits(a, b)
+
+
+def test_swiglu_of_no_columns():
+    """ffn = 0: what is added is nothing, forward and backward."""
+    x, up, down, r = leaf(3, 4), leaf(0, 4), leaf(4, 0), leaf(3, 4)
+    out = ag.mlp(x, up, down, r)
+    assert_same_bits(out.numpy(), r.numpy())
+    ag.sum(out).backward()
+    assert not x.grad.numpy().any() and (r.grad.numpy() == 1).all()
+
+
+def test_slopes_far_out():
+    """0 or 1 for every finite x that is large enough."""
+    x = np.float32([1e3, 1e6, 2e13, 1e18, 1e20, 3e38])
+    for f in (ag.silu, ag.gelu):
+        t = own(np.concatenate([x, -x]), grad=True)
+        f(t).backward(np.ones(12, np.float32))
+        assert (t.grad.numpy() == [1]*6 + [0]*6).all(), f
 
 
 def test_saved_holds_what_nobody_makes_again():
