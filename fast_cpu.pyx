@@ -119,8 +119,8 @@ cdef extern from *:
     #define STREAM(p, x) (void)(x)
     #define STREAM_HALF(p, h) (void)(h)
     #endif
-    /* a product rounded by itself: in a*b - c*d gcc fuses the one to a multiply-add in one copy of a
-       loop and the other in the next, and from build to build */
+    /* a product rounded by itself: of a*b - c*d gcc fuses one to a multiply-add in this copy of a
+       loop, the other in that, and another again in the next build */
     #if defined(__AVX512F__)
     static inline vf ROUNDED(vf x) { __asm__("" : "+v"(x)); return x; }
     #elif defined(__AVX__)
