@@ -25,6 +25,7 @@ Nothing here knows about devices.
 """
 import builtins
 import contextlib
+import functools
 import heapq
 import itertools
 import math
@@ -58,13 +59,14 @@ class Node:
     # sinks: per input, None where no gradient is wanted.  layouts: shape, strides, offset and dtype
     # per output.  grads: per output, None until a consumer has given one.  base: what shared
     # gradients lie in.  again: None, or a function that gives all outputs once more.
-    __slots__ = ("number", "sinks", "backward", "again", "layouts", "shared", "base", "lent",
-                 "grads")
+    __slots__ = ("number", "sinks", "backward", "again", "layouts", "device", "shared", "base",
+                 "lent", "grads")
 
     def __init__(self, sinks, backward, again, outs, shared):
         self.number, self.sinks, self.backward = next(_numbers), sinks, backward
         self.again = again
         self.layouts = [(t.shape, t.strides, t.offset, t.dtype) for t in outs]
+        self.device = outs[0].device
         self.shared = shared
         self.base, self.lent, self.grads = None, set(), [None]*len(outs)
 
@@ -77,7 +79,7 @@ class Node:
     def elsewhere(self, i):
         """A new tensor like output i."""
         shape, _, _, dtype = self.layouts[i]
-        return T.empty(shape, dtype)
+        return T.empty(shape, dtype, self.device)
 
     def place(self, i):
         """Where the gradient of output i lies: a new tensor, or its slice of the shared one."""
@@ -86,7 +88,8 @@ class Node:
             return self.elsewhere(i)
         if self.base is None:
             # The slices tile their storage without gaps, from its start: their offsets hold here
-            self.base = T.empty((builtins.sum(math.prod(at[0]) for at in self.layouts),), dtype)
+            self.base = T.empty((builtins.sum(math.prod(at[0]) for at in self.layouts),), dtype,
+                                self.device)
         return self.base.view(shape, strides, offset)
 
     def gradients(self):
@@ -95,7 +98,7 @@ class Node:
             for i, g in enumerate(self.grads):
                 if g is None:
                     self.grads[i] = self.place(i)
-                    zero = T.zeros((), self.grads[i].dtype)
+                    zero = T.zeros((), self.grads[i].dtype, self.device)
                     T.copy(T.expand(zero, self.grads[i].shape, "zero"), self.grads[i])
         return self.grads
 
@@ -131,7 +134,7 @@ class Sink:
     def room(self):
         """Memory to write a gradient to, for kernels that overwrite; then hand it to `give`."""
         if self.node is None:
-            return T.empty(self.leaf.shape, self.leaf.dtype)
+            return T.empty(self.leaf.shape, self.leaf.dtype, self.leaf.device)
         if self.held is not None:       # writing to its place would lose it
             return self.node.elsewhere(self.index)
         return self.node.room(self.index)
@@ -165,7 +168,7 @@ class Sink:
             write(held, True)
         else:
             out = self.room()
-            out = out if out.contiguous else T.empty(out.shape, out.dtype)
+            out = out if out.contiguous else T.empty(out.shape, out.dtype, out.device)
             write(out, False)
             self.give(out)
 
@@ -184,9 +187,10 @@ def tracked(t):
     return t is not None and (t.requires_grad or t.node is not None)
 
 
-# Outputs below this many bytes are kept even if they can be made again: a model with rows that
-# small needs no memory saved, and making them again takes nano 6 % of a step.
-KEEP_BELOW = 1 << 22
+# Outputs below this many bytes are kept even if they can be made again, by device.  On a CPU a model
+# with rows that small needs no memory saved, and making them again takes nano 6 % of a step.  On a
+# GPU making them again costs as much as making them: 3 % of gpt2's step, for 3 GB of 13.
+KEEP_BELOW = {"cpu": 1 << 22, "cuda": math.inf}
 
 
 def saved(*tensors):
@@ -197,7 +201,7 @@ def saved(*tensors):
     """
     node = tensors[0].node
     size = builtins.sum(t.size*T.ITEMSIZE[t.dtype] for t in tensors)
-    if (node is None or node.again is None or size < KEEP_BELOW
+    if (node is None or node.again is None or size < KEEP_BELOW[node.device]
             or any(t.node is not node or t.version for t in tensors)):
         return lambda: tensors
     again, picks = node.again, [t.index for t in tensors]
@@ -254,9 +258,9 @@ def backward(out, gradient=None):
         raise RuntimeError("backward: nothing that this tensor came from requires a gradient")
     if gradient is None:
         T.need(out.size == 1, "backward", "only one element needs no `gradient`, not", out)
-        gradient = T.fill(T.empty(out.shape, out.dtype), 1.0)
+        gradient = T.fill(T.empty(out.shape, out.dtype, out.device), 1.0)
     else:
-        gradient = T.copy(lift(gradient))
+        gradient = T.copy(lift(gradient, out))
         T.need(gradient.shape == out.shape, "backward", "gradient and tensor differ", gradient, out)
     walk([(out, gradient)])
 
@@ -337,14 +341,14 @@ def recompute(fn, *inputs):
 # ---- 3. Primitives -------------------------------------------------------------------------------
 # In the formulas dx is the gradient of the loss by x, and g (or dY) that by the operation's result.
 
-def lift(value):
-    """A Tensor as it is; a number or array as a new f32 one."""
+def lift(value, like=None):
+    """A Tensor as it is; a number or array as a new f32 one, where `like` (if a Tensor) lies."""
     if isinstance(value, Tensor):
         return value
     value = np.asarray(value)
     if value.dtype.kind not in "biuf":
         raise TypeError(f"an operand is a tensor, a number or an array of numbers, not {value!r}")
-    return T.tensor(value.astype(np.float32))
+    return T.tensor(value.astype(np.float32), like.device if isinstance(like, Tensor) else None)
 
 
 def unbroadcast(g, shape):
@@ -359,7 +363,7 @@ def unbroadcast(g, shape):
 
 def add(a, b):
     """a + b, broadcasting; da = db = g, which only one of the two can take over."""
-    a, b = lift(a), lift(b)
+    a, b = lift(a, b), lift(b, a)
 
     def backward(g, sa, sb):
         if sa:
@@ -372,7 +376,7 @@ def add(a, b):
 
 def sub(a, b):
     """a - b, broadcasting; da = g, db = -g."""
-    a, b = lift(a), lift(b)
+    a, b = lift(a, b), lift(b, a)
 
     def backward(g, sa, sb):
         if sb:
@@ -385,7 +389,7 @@ def sub(a, b):
 
 def mul(a, b):
     """a * b, broadcasting; da = g b, db = g a."""
-    a, b = lift(a), lift(b)
+    a, b = lift(a, b), lift(b, a)
 
     def backward(g, sa, sb):
         if sa:
@@ -398,7 +402,7 @@ def mul(a, b):
 
 def div(a, b):
     """a / b, broadcasting; da = g/b, db = -g a/b^2 = -da a/b."""
-    a, b = lift(a), lift(b)
+    a, b = lift(a, b), lift(b, a)
 
     def backward(g, sa, sb):
         da = T.div(g, b)
@@ -486,9 +490,9 @@ def cross_entropy(logits, targets):
 
     logits [..., classes], targets i64 [...]; targets below 0 are not counted.  The gradient,
     (softmax - [class = target])/count, comes along with the loss; g, one number, scales it."""
-    targets = targets if isinstance(targets, Tensor) else T.tensor(targets)
+    targets = targets if isinstance(targets, Tensor) else T.tensor(targets, logits.device)
     loss, dlogits = T.cross_entropy(logits, targets)
-    return record(loss, (logits, None), lambda g, sink, _: sink.give(T.scale(dlogits, g.item())))
+    return record(loss, (logits, None), lambda g, sink, _: sink.give(T.mul(dlogits, g)))
 
 
 def reshape(x, *shape):
@@ -610,7 +614,7 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
 
     def backward(g, sx, sr, sw):
         dtotal, dy = (None, g) if first else g
-        dy = T.zeros(total.shape, total.dtype) if dy is None else dy
+        dy = T.zeros(total.shape, total.dtype, total.device) if dy is None else dy
         one = None if sx and sr else sx or sr   # the only one that wants it: no copy is needed
 
         def run(out, acc, dw):
@@ -621,7 +625,7 @@ def add_rmsnorm(x, residual, w, eps=1e-6):
             if one:
                 one.fill(lambda out, acc: run(out, acc, dw))
                 return
-            both = T.empty(total.shape, total.dtype)
+            both = T.empty(total.shape, total.dtype, total.device)
             run(both, False, dw)
             if sx:
                 sr.lend(both)
@@ -708,7 +712,8 @@ def attention(q, k, v, flash=True, scale=None):
     def backward(g, *sinks):
         inputs = keep()
         # The kernel writes by stride: into the slices of one gradient where q, k and v are slices
-        rooms = [s.room() if s else T.empty(t.shape, t.dtype) for s, t in zip(sinks, inputs)]
+        rooms = [s.room() if s else T.empty(t.shape, t.dtype, t.device)
+                 for s, t in zip(sinks, inputs)]
         T.attention_backward(g, *inputs, out, lse, scale, *rooms)
         for s, d in zip(sinks, rooms):
             if s:
@@ -722,11 +727,18 @@ def composed_attention(q, k, v, scale):
     T.check_heads("attention", q, k, v)
     groups, (Sq, Sk) = q.shape[2]//k.shape[2], (q.shape[1], k.shape[1])
     q, k, v = (transpose(t, 0, 2, 1, 3) for t in (q, repeat_kv(k, groups), repeat_kv(v, groups)))
-    # Query i stands at position i + Sk - Sq and sees the keys up to there
-    future = np.triu(np.full((Sq, Sk), -np.inf, np.float32), Sk - Sq + 1)
-    future = T.cast(T.tensor(future), q.dtype)
-    weights = softmax(add(mul(matmul(q, transpose(k)), scale), future))
-    return transpose(matmul(weights, v), 0, 2, 1, 3)
+    scores = add(mul(matmul(q, transpose(k)), scale), future(Sq, Sk, q.dtype, q.device))
+    return transpose(matmul(softmax(scores), v), 0, 2, 1, 3)
+
+
+@functools.cache
+def future(Sq, Sk, dtype, device):
+    """What hides the keys after each query: 0 and -inf, [Sq, Sk].
+
+    Query i stands at position i + Sk - Sq and sees the keys up to there.
+    """
+    mask = np.triu(np.full((Sq, Sk), -np.inf, np.float32), Sk - Sq + 1)
+    return T.cast(T.tensor(mask, device), dtype)
 
 
 def gate_up_swiglu(x, w):
@@ -780,8 +792,9 @@ def head_loss(x, w, targets, denominator=None, vocab=None, now=False):
     """
     vocab = w.shape[0] if vocab is None else vocab
     if denominator is None:
-        denominator = int((targets.array() >= 0).sum())
-    denominator = max(1, denominator)       # a batch without targets has loss 0
+        denominator = T.count(targets).item()
+    if not isinstance(denominator, Tensor):
+        denominator = max(1, denominator)       # a batch without targets has loss 0
     x2, flat = T.flat2(T.packed(x)), T.packed(targets).view((targets.size,))
 
     def gradients(weight, sx, sw):

@@ -30,7 +30,7 @@ and statistics are fp32 always.
 """
 from cython.parallel cimport parallel, prange, threadid
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.math cimport INFINITY, exp2, log, logf, sqrt, sqrtf
+from libc.math cimport INFINITY, exp2, isfinite, log, logf, sqrt, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -965,9 +965,14 @@ cdef void fill_part(float value, float* x, idx n) noexcept nogil:
         x[i] = value
 
 
-def fill(size_t x, float value, idx n):
+def fill(size_t x, float value, idx n, bint half=False):
     """x = value everywhere."""
-    cdef idx t
+    cdef uint16_t rounded = to_bf16((<uint32_t*>&value)[0])
+    cdef idx t, i
+    if half:
+        for i in range(n):
+            (<uint16_t*>x)[i] = rounded
+        return
     for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
         fill_part(value, <float*>x + t*PART, extent(t, n))
 
@@ -2558,25 +2563,54 @@ cdef inline double loss_row(float* x, idx target, idx cols, float scale, bint wr
 
 
 def cross_entropy(size_t logits, idx ld, size_t targets, size_t losses, idx rows, idx cols,
-                  float scale, bint write_gradient, idx cols_padded, bint half=False):
+                  scale, bint write_gradient, idx cols_padded, bint half=False,
+                  size_t denominator_at=0):
     """losses[r] (double) of logits [rows, ld]; targets are int64, below 0 = not counted, loss 0.
 
     With write_gradient the logits become their gradient times scale, and columns from cols to
     cols_padded become 0; without it they stay as they are.  half: the gradient is bf16, and takes
     the first half of each row.  Losses are double because thousands of them are added up.  A target
-    lies below cols, and cols_padded is at most ld.
+    lies below cols, and cols_padded is at most ld.  denominator_at: address of a double that scale
+    is divided by, or 0.
     """
     cdef idx r
     cdef float* x
+    cdef float factor = scale/(<double*>denominator_at)[0] if denominator_at else scale
     for r in prange(rows, nogil=True, schedule='dynamic', chunksize=grain(cols),
                     num_threads=team(rows*cols)):
         x = <float*>logits + r*ld
         if half:
-            (<double*>losses)[r] = loss_row(x, (<const int64_t*>targets)[r], cols, scale,
+            (<double*>losses)[r] = loss_row(x, (<const int64_t*>targets)[r], cols, factor,
                                             write_gradient, <uint16_t*>x, cols_padded)
         else:
-            (<double*>losses)[r] = loss_row(x, (<const int64_t*>targets)[r], cols, scale,
+            (<double*>losses)[r] = loss_row(x, (<const int64_t*>targets)[r], cols, factor,
                                             write_gradient, x, cols_padded)
+
+
+def mean_loss(size_t losses, idx n, double denominator, size_t out, size_t denominator_at=0):
+    """out (fp32) = the sum of n doubles, pairwise, over the denominator, or that at an address."""
+    if denominator_at:
+        denominator = (<double*>denominator_at)[0]
+    (<float*>out)[0] = <float>(pairwise(<const double*>losses, n)/denominator)
+
+
+cdef double pairwise(const double* x, idx n) noexcept nogil:
+    """The sum of n doubles as a balanced tree, so that rounding grows with the logarithm of n."""
+    cdef idx i, middle = n//2
+    cdef double total = 0
+    if n > 64:
+        return pairwise(x, middle) + pairwise(x + middle, n - middle)
+    for i in range(n):
+        total += x[i]
+    return total
+
+
+def count(size_t ids, idx n, size_t out):
+    """out (double) = how many of n int64 ids are 0 or more, the targets that count; at least 1."""
+    cdef idx i, total = 0
+    for i in range(n):
+        total += (<const int64_t*>ids)[i] >= 0
+    (<double*>out)[0] = <double>most(1, total)
 
 
 # RMS norm:  y = x r w with r = 1/sqrt(mean(x^2) + eps);  with t = dy w:
@@ -4187,31 +4221,33 @@ def head_loss(size_t x, size_t w, size_t targets, size_t losses, idx rows, idx d
 
 # Blocks are counted from the start of the flat gradient buffer and added up in order by the caller,
 # so the norm has one value whoever computes which blocks.
-cdef enum: SQUARES = 65536          # elements per partial sum of the global norm
+cdef enum:
+    SQUARES = 65536                     # elements per partial sum of the global norm
+    LANES = 1024                        # running sums of one
 
 
 cdef double square_sum(const float* x, idx n) noexcept nogil:
-    """Sum of squares in double, 16 running sums and a tree.
+    """Sum of squares in double: lane j adds up x[j], x[j + 1024], ..., then halves of the lanes.
 
     The square of an fp32 is exact in double, so fused or not the bits are the same in every build.
-    For the same reason there are 16 sums whatever VL is.
+    1,024 lanes whatever VL is: so many sums a GPU's block runs beside one another, and here they
+    take 8 KB of L1.
     """
-    cdef double lane[16]
-    cdef idx i = 0
-    cdef int j
-    for j in range(16):
+    cdef double lane[LANES]
+    cdef idx i = 0, j, half = LANES//2
+    for j in range(LANES):
         lane[j] = 0
-    while i + 16 <= n:
-        for j in range(16):
+    while i + LANES <= n:
+        for j in range(LANES):
             lane[j] += <double>x[i + j]*<double>x[i + j]
-        i += 16
-    for j in range(<int>(n - i)):
+        i += LANES
+    for j in range(n - i):
         lane[j] += <double>x[i + j]*<double>x[i + j]
-    for j in range(8):
-        lane[j] += lane[j + 8]
-    for j in range(4):
-        lane[j] += lane[j + 4]
-    return (lane[0] + lane[2]) + (lane[1] + lane[3])
+    while half > 0:
+        for j in range(half):
+            lane[j] += lane[j + half]
+        half //= 2
+    return lane[0]
 
 
 def sumsq(size_t x, size_t out, idx n):
@@ -4235,23 +4271,48 @@ cdef void adamw_part(float* p, float* g, float* m, float* v, idx n, float scale,
         g[i] = <float>0.0                           # read for the last time, and in L1: free here
 
 
-def adamw(size_t p, size_t g, size_t m, size_t v, idx n, lr, beta1, beta2, eps, weight_decay, bias1,
-          bias2, grad_scale):
-    """One step of AdamW (torch's) over n elements; g is zeroed.  bias_i = 1 - beta_i^step.
+def grad_clip(size_t blocks, idx n, double limit, size_t out):
+    """out [4] (double) = norm, the factor min(1, limit/(norm + 1e-6)), finite (1 or 0), a flag.
 
+    blocks are sumsq's; they are added in order, so the norm has one value whoever computed which.
+    The flag stays 1 once a norm was not finite.
+    """
+    cdef idx i
+    cdef double total = 0, norm
+    cdef double* y = <double*>out
+    for i in range(n):
+        total += (<const double*>blocks)[i]
+    norm = sqrt(total)
+    y[0] = norm
+    y[1] = limit/(norm + 1e-6) if limit/(norm + 1e-6) < 1 else 1.0
+    y[2] = isfinite(norm) != 0
+    y[3] = 1.0 if y[3] != 0 or not y[2] else 0.0
+
+
+def adamw(size_t p, size_t g, size_t m, size_t v, size_t mirror, idx n, size_t hyper, size_t clip):
+    """One step of AdamW (torch's) over n elements; g is zeroed.
+
+    hyper (double): lr, beta1, beta2, eps, weight decay, bias1, bias2 with bias_i = 1 - beta_i^step;
+    clip: grad_clip's, whose second is grad_scale here; the third is 0 where nothing may change.
+    mirror: a bf16 copy of p to keep up, which is a GPU's; 0 here.
     Loshchilov and Hutter (2019), with m = beta1 m + (1 - beta1) g' written as an interpolation:
 
         m = fma(1 - beta1, fma(g, grad_scale, -m), m)
         v = fma((1 - beta2)*g', g', beta2*v)                  with g' = g*grad_scale
         p = fma(-lr/bias1, m/(sqrt(v)/sqrt(bias2) + eps), p*(1 - lr*weight_decay))
 
-    in fp32, each operation above rounded once, so that a GPU can repeat it to the bit.  The scalars
-    come as doubles; 1 - beta1, 1 - beta2, -lr/bias1, sqrt(bias2) and 1 - lr*weight_decay are formed
-    in double as Python objects, where no compiler fuses them, and rounded to fp32 once.
+    in fp32, each operation above rounded once, so that a GPU can repeat it to the bit.  1 - beta1,
+    1 - beta2, -lr/bias1, sqrt(bias2) and 1 - lr*weight_decay are formed in double as Python
+    objects, where no compiler fuses them, and rounded to fp32 once.
     """
-    cdef float scale = grad_scale, blend1 = 1.0 - beta1, decay2 = beta2, blend2 = 1.0 - beta2
+    lr, beta1, beta2, eps, weight_decay, bias1, bias2 = [(<double*>hyper)[i] for i in range(7)]
+    cdef float scale = (<double*>clip)[1], blend1 = 1.0 - beta1, decay2 = beta2
     cdef float root = sqrt(bias2), tiny = eps, keep = 1.0 - lr*weight_decay, minus_step = -lr/bias1
+    cdef float blend2 = 1.0 - beta2
     cdef idx t, a
+    if (<double*>clip)[2] == 0:
+        fill(g, 0.0, n)
+        return
     for t in prange(parts(n, PART), nogil=True, schedule='dynamic', num_threads=team(n)):
         a = t*PART
         adamw_part(<float*>p + a, <float*>g + a, <float*>m + a, <float*>v + a, extent(t, n), scale,

@@ -47,7 +47,7 @@ class Settings:
     """The flags of sample.py: a field is a flag."""
     model: str = setting(None, "run, checkpoint or Hugging Face folder (default the newest "
                                "checkpoint under runs/)", "path", "Model")
-    device: str = setting("auto", "where to compute; this build has cpu", group="Model",
+    device: str = setting("auto", "where to compute", group="Model",
                           choices=("auto", "cpu", "cuda"))
     dtype: str = setting("auto", "what to compute in (auto: as the run did); with --export, of the "
                                  "file (auto: f32)", group="Model", choices=("auto", "f32", "bf16"))
@@ -74,20 +74,20 @@ def read_settings(argv):
     parser = xtrain.parser_of(Settings, "sample.py", __doc__.split("\n\n")[0],
                               "Examples and formats: the head of sample.py.")
     s = Settings(**xtrain.parse(Settings, parser, argv))
-    xtrain.machine(s.device, "f32")             # refuses one that is not there
+    s.device = xtrain.machine(s.device, "f32").device       # refuses one that is not there
     return s
 
 
 # ---- 2. Model ------------------------------------------------------------------------------------
 
-def load(path, dtype):
+def load(path, dtype, device):
     """(model, tokenizer) of what --model names; Refused if a part is missing or they do not fit."""
     folder = xtrain.find_model(path)
     if path is None and sys.stderr.isatty():
         say(f"model {folder}")
     tokenizer = xtrain.Tokenizer.load(folder)
     dtype = xtrain.run_dtype(folder) if dtype == "auto" else dtype
-    model = xtrain.load_pretrained(folder, dtype=dtype)
+    model = xtrain.load_pretrained(folder, device, dtype)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise Refused(f"{folder}: tokenizer.json has {tokenizer.vocab_size} ids, config.json only "
                       f"{model.config.vocab_size}: they are not of one model; copy the right one")
@@ -244,7 +244,7 @@ def main(argv):
     s = read_settings(argv)
     if s.export is not None:
         check_export(s.export)
-    model, tokenizer = load(s.model, s.dtype)
+    model, tokenizer = load(s.model, s.dtype, s.device)
     if s.eval is not None:
         measure(s, model, tokenizer)
     if s.export is not None:

@@ -66,7 +66,36 @@ import xtrain
 TOLERANCE = 1e-5                # relative to the largest entry, forward and backward
 STEP = 1e-6                     # of a central difference, in float64, for values of size one
 THREADS = tensor.threads()      # what the machine gave us; tests that change it put it back
-ag.KEEP_BELOW = 0               # small tensors take the way of large ones: made again, not kept
+ag.KEEP_BELOW = {"cpu": 0, "cuda": 0}      # tensors take the way of large ones: made again
+
+
+def devices():
+    """The devices that tests run on: a GPU too where CuPy sees one."""
+    try:
+        tensor.cuda()
+    except tensor.NoDevice as e:
+        assert "XTRAIN_REQUIRE_GPU" not in os.environ, f"tests on a GPU were asked for: {e}"
+        return ["cpu"]
+    return ["cpu", "cuda"]
+
+
+DEVICES = devices()
+
+
+def pytest_generate_tests(metafunc):
+    """Each test runs on every device, but what is marked cpu."""
+    if len(DEVICES) > 1 and not metafunc.definition.get_closest_marker("cpu"):
+        metafunc.parametrize("device", DEVICES, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def device(request, monkeypatch):
+    """Where tensors are made that are not told where, and what --device auto means."""
+    name = getattr(request, "param", "cpu")
+    before = tensor.set_default_device(name)
+    monkeypatch.setenv("XTRAIN_DEVICE", name)
+    yield name
+    tensor.set_default_device(before)
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +115,12 @@ def own(array, grad=False):
     if array.dtype == np.float64:
         array = array.astype(np.float32)
     return tensor.tensor(array, requires_grad=grad)
+
+
+def norm_and_turn(x, settings, *weights):
+    """qk_norm_rope with cos and sin from arrays, wherever x lies."""
+    cos, sin, *heads = settings
+    return ag.qk_norm_rope(x, own(cos), own(sin), *heads, *weights)
 
 
 def rng_of(name):
@@ -518,12 +553,11 @@ for batch, seq, heads, kv, dim in [(1, 1, 1, 1, 2), (2, 7, 6, 2, 10), (1, 5, 15,
                                    (9, 130, 1, 1, 4)]:
     tables = [x.astype(np.float32) for x in rope_tables64(seq, dim, 100.0)]
     settings = (*tables, heads, kv)
-    given = (own(tables[0]), own(tables[1]), heads, kv)
     qkv = (batch, seq, (heads + 2*kv)*dim)
     case(f"qk_norm_rope {batch} {seq} {heads}/{kv} {dim}",
-         lambda x, q, k, s=given: ag.qk_norm_rope(x, *s, q, k),
+         lambda x, q, k, s=settings: norm_and_turn(x, s, q, k),
          lambda x, q, k, s=settings: qk_norm_rope64(x, *s, q, k), qkv, (dim,), (dim,))
-    case(f"rope {batch} {seq} {heads}/{kv} {dim}", lambda x, s=given: ag.qk_norm_rope(x, *s),
+    case(f"rope {batch} {seq} {heads}/{kv} {dim}", lambda x, s=settings: norm_and_turn(x, s),
          lambda x, s=settings: qk_norm_rope64(x, *s), qkv)
 
 # B, Sq, Sk, heads, kv heads, head_dim: tiles of 128, decoding (Sq < Sk), shared heads, odd sizes.
@@ -695,7 +729,8 @@ def test_head_at_the_edges(monkeypatch, narrow):
     assert head(np.float32([[100.3]]), np.float32([[99.7]]), [0])[0] == 0
     assert abs(head(np.float32([[1e16]]), np.float32([[-1e16]]*2), [1])[0] - np.log(2)) < 1e-6
     x = np.ones((3, 8), np.float32)
-    x[1], x[2] = np.nan if narrow else 2.0, 1e38        # stored logits: 0 times NaN in dw
+    stored = tensor.DEVICE != "cpu" or not narrow       # then 0 times NaN is in dw
+    x[1], x[2] = 2.0 if stored else np.nan, 1e38
     loss, dx, dw = head(x, w[:, :8], [3, -1, -1])
     assert np.isfinite(loss) and np.isfinite(dw).all() and not dx[1:].any() and dx[0].any()
     assert np.isnan(head(x[1:2]*np.float32(np.nan), w[:, :8], [3])[0])
@@ -752,15 +787,15 @@ def test_every_row_is_tested(monkeypatch):
     """The cases above and the tests of training's rows call each row of the table."""
     called = set()
 
-    # every row, also when another row calls it, runs its `cpu`
-    def spy(row, run):
-        def cpu(*args, **kwargs):
+    # every row, also when another row calls it, runs its `run`
+    def spy(row, function):
+        def run(*args, **kwargs):
             called.add(row.name)
-            return run(*args, **kwargs)
-        return cpu
+            return function(*args, **kwargs)
+        return run
 
     for row in tensor.TABLE.values():
-        monkeypatch.setattr(row, "cpu", spy(row, row.cpu))
+        monkeypatch.setattr(row, "run", spy(row, row.run))
     for one in CASES.values():
         if "(2, 0, 3)" not in one.name:         # nothing to go backward from
             run_case(one)
@@ -772,15 +807,27 @@ def test_every_row_is_tested(monkeypatch):
 
 @pytest.mark.parametrize("name", tensor.TABLE)
 def test_row(name):
-    """A row has a docstring, dtypes, benchmark arguments that run, and one signature everywhere."""
+    """A row has a docstring, dtypes, and benchmark arguments that run."""
     # tensor.py's own checks must accept the arguments that it benchmarks with
     row = tensor.TABLE[name]
     assert row.name == name and row.doc and row.dtypes
     assert set(row.dtypes) <= set(tensor.DTYPES)
     row(*row.bench())
-    assert row.signature == inspect.signature(row.cpu)
-    if row.cuda is not None:
-        assert row.signature == inspect.signature(row.cuda)
+
+
+@pytest.mark.cpu
+@pytest.mark.smoke
+def test_both_cores_have_the_same_functions():
+    """What rows call of a core has the same parameters, with the same defaults, in both."""
+    text = inspect.getsource(tensor)
+    called = set(re.findall(r"\w+\.core\.(\w+)\(", text)) | {"cast_bf16", "cast_f32"}
+    called -= {"Buffer", "read", "write", "memset", "head_loss"}    # one core's own
+    assert len(called) > 30
+    for name in called:
+        cpu = inspect.signature(getattr(tensor.core, name))
+        gpu = inspect.signature(getattr(tensor.Cuda, name)).parameters.values()
+        plain = lambda p: (p.name, p.default)
+        assert list(map(plain, cpu.parameters.values())) == list(map(plain, gpu))[1:], name
 
 
 @pytest.mark.smoke
@@ -811,6 +858,7 @@ def test_products():
         check_product(rng, m, n, k)
 
 
+@pytest.mark.cpu
 @pytest.mark.smoke
 def test_large_products():
     """Those wide enough for parts (on AMX), and tall enough for every way of sharing the work; the
@@ -832,6 +880,7 @@ def test_large_products():
         tensor.set_threads(threads)
 
 
+@pytest.mark.cpu
 @pytest.mark.smoke
 def test_rounds_of_a_product():
     """Where a product packs and multiplies in turns, no thread runs ahead of another: more threads
@@ -845,6 +894,7 @@ def test_rounds_of_a_product():
         assert_same_bits(tensor.matmul(tensor.transposed(x), y).numpy(), alone, f"{threads}")
 
 
+@pytest.mark.cpu
 @pytest.mark.smoke
 def test_rounds_of_a_narrow_head():
     """Its passes wait for one another: more threads than cores, and always the bits of one thread;
@@ -916,6 +966,7 @@ def floats(low, high, stride=1):
         yield bits.view(np.float32)
 
 
+@pytest.mark.cpu
 @pytest.mark.smoke
 def test_exp():
     """exp is within 2 ulp on [-87.3, 88.7], 0 and inf beyond, and keeps a NaN."""
@@ -931,6 +982,7 @@ def test_exp():
     assert_same_bits(np.isnan(ag.exp(own(nan)).numpy()), np.isnan(nan))
 
 
+@pytest.mark.cpu
 def test_weights_and_sigmoids():
     """The power of two behind softmax and silu: exact sums, right tails, nothing odd for any
     finite float."""
@@ -950,6 +1002,7 @@ def test_weights_and_sigmoids():
         assert (error <= (1e-6 + 1e-7*np.minimum(np.abs(piece), 90))*np.abs(y) + 1e-30).all()
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.skipif("XTRAIN_SLOW" not in os.environ, reason="XTRAIN_SLOW=1 sweeps every float")
 def test_exp_of_every_float():
@@ -1085,7 +1138,7 @@ def test_tensors():
     for name, dtype in dict(f32=np.float32, i32=np.int32, i64=np.int64, u8=np.uint8).items():
         array = np.arange(12, dtype=dtype).reshape(3, 4)
         t = own(array)
-        assert (t.shape, t.dtype, t.ndim, t.size, t.device) == ((3, 4), name, 2, 12, "cpu")
+        assert (t.shape, t.dtype, t.ndim, t.size, t.device) == ((3, 4), name, 2, 12, tensor.DEVICE)
         assert_same_bits(t.numpy(), array)
         t.numpy()[...] = 0
         assert_same_bits(t.numpy(), array, "numpy() shares memory")
@@ -1283,6 +1336,7 @@ def test_swiglu_of_an_empty_sum(rows):
         assert not t.numpy().any()
 
 
+@pytest.mark.cpu
 def test_a_step_keeps_no_more_than_it_must():
     """Between forward and backward: per position and layer the stream before attention and MLP,
     q, k and v before RoPE, attention's result, gate and up; and what is small."""
@@ -1299,6 +1353,7 @@ def test_a_step_keeps_no_more_than_it_must():
     loss.backward()
 
 
+@pytest.mark.cpu
 def test_recompute_keeps_only_its_inputs():
     """Between forward and backward a recomputed block holds no more than its inputs and result."""
     def block(x):
@@ -1440,7 +1495,7 @@ def test_nothing_to_learn():
         model = build()
         tokens, targets = batch_of(model.config)
         assert xtrain.Step(model, xtrain.AdamW(model)).micro(
-            tokens, np.full_like(targets, -1), counted=counted) == 0
+            tokens, np.full_like(targets, -1), counted=counted).item() == 0
         assert not model.arena.grads.numpy().any()
 
 
@@ -1478,7 +1533,7 @@ def test_after_a_gradient_that_is_not_finite():
     model = build()
     step = xtrain.Step(model, xtrain.AdamW(model))
     step.micro(*batch_of(model.config))
-    model.arena.grads.array()[0] = np.nan
+    model.arena.grads.view((1,)).set_([np.nan])
     assert np.isnan(step.update(1e-3)[1]) and not model.arena.grads.numpy().any()
     step.micro(*batch_of(model.config))
     assert np.isfinite(step.update(1e-3)[1]) and step.optimizer.steps == 1
@@ -1503,7 +1558,7 @@ def test_step_numbers_its_sequences():
     """Left to itself, Step draws other dropout masks in every step."""
     model = build(dropout=0.5)
     step = xtrain.Step(model, xtrain.AdamW(model))
-    losses = [(step.micro(*batch_of(model.config)), step.update(0.0))[0] for _ in range(3)]
+    losses = [(step.micro(*batch_of(model.config)).item(), step.update(0.0))[0] for _ in range(3)]
     assert len(set(losses)) == 3
 
 
@@ -1569,6 +1624,7 @@ def test_dropout_of_everything():
             tensor.dropout(leaf(1, 2, 4), ag.Dropout(p, 0, 0, 0))
 
 
+@pytest.mark.cpu
 def test_a_dropped_model_is_freed():
     """Model, gradients and optimizer go back to the pool without the garbage collector."""
     gc.collect()
@@ -1942,7 +1998,7 @@ def test_files(tmp_path, settings):
     from safetensors import safe_open
     model = scatter(build(**settings))
     xtrain.save_pretrained(model, str(tmp_path/"out"))
-    twin = xtrain.load_pretrained(str(tmp_path/"out"), device="cpu", dtype="f32")
+    twin = xtrain.load_pretrained(str(tmp_path/"out"), dtype="f32")
     for name, p in model.parameters().items():
         assert_same_bits(twin.parameters()[name].numpy(), p.numpy(), name)
     tokens, _ = batch_of(model.config)
@@ -1985,7 +2041,7 @@ def test_foreign_files(tmp_path):
         xtrain.save_pretrained(model, str(tmp_path/"config"))
         (tmp_path/"config.json").write_text((tmp_path/"config"/"config.json").read_text())
         edit_config(tmp_path, **{without: None})
-        twin = xtrain.load_pretrained(str(tmp_path), device="cpu", dtype="f32")
+        twin = xtrain.load_pretrained(str(tmp_path), dtype="f32")
         assert_same_bits(twin(tokens).numpy(), model(tokens).numpy(), without)
 
 
@@ -2004,7 +2060,7 @@ def test_bf16_files(tmp_path):
     text = json.dumps(header).encode()
     text += b" "*(-len(text) % 8)
     (tmp_path/"model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    twin = xtrain.load_pretrained(str(tmp_path), device="cpu", dtype="f32")
+    twin = xtrain.load_pretrained(str(tmp_path), dtype="f32")
     for name, p in twin.parameters().items():
         assert_same_bits(p.numpy(), rounded[name], name)
 
@@ -2024,7 +2080,7 @@ def test_unsupported_files(tmp_path, change):
     edit_config(tmp_path, **change)
     words = "|".join(change).replace("rope_parameters", "rope").replace("rope_scaling", "rope")
     with pytest.raises(ValueError, match=words):
-        xtrain.load_pretrained(str(tmp_path), device="cpu", dtype="f32")
+        xtrain.load_pretrained(str(tmp_path), dtype="f32")
 
 
 def test_files_that_do_not_fit(tmp_path):
@@ -2038,7 +2094,7 @@ def test_files_that_do_not_fit(tmp_path):
     for spoiled in ({}, {name: full[:, :-1].copy()}):
         save_file({**arrays, **spoiled}, path, {"format": "pt"})
         with pytest.raises((ValueError, KeyError), match=re.escape(name)):
-            xtrain.load_pretrained(str(tmp_path), device="cpu", dtype="f32")
+            xtrain.load_pretrained(str(tmp_path), dtype="f32")
 
 
 # ---- 7. Parity with transformers ----------------------------------------------------------------
@@ -2095,7 +2151,7 @@ def pair(name, folder):
     """Their model of PARITY[name], and ours read from the folder that they saved."""
     theirs = their_model(PARITY[name])
     theirs.save_pretrained(folder)
-    return theirs, xtrain.load_pretrained(str(folder), device="cpu", dtype="f32")
+    return theirs, xtrain.load_pretrained(str(folder), dtype="f32")
 
 
 def their_loss(model, tokens, targets):
@@ -2245,12 +2301,18 @@ def assert_same_run(a, b):
         assert_same_bits(a[key], b[key], key)
 
 
-@cache
 def dropped_run():
     """The run that several others must repeat."""
+    return dropped_run_on(tensor.DEVICE)
+
+
+@cache
+def dropped_run_on(device):
+    """That on a device, computed once."""
     return fresh(dropout=0.1)
 
 
+@pytest.mark.cpu
 @pytest.mark.smoke
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_threads(threads):
@@ -2269,7 +2331,7 @@ def test_two_runs():
 
 def test_made_again_or_kept(monkeypatch):
     """A step has the same bits whether activations are kept or made again for the backward."""
-    monkeypatch.setattr(ag, "KEEP_BELOW", 1 << 30)
+    monkeypatch.setattr(ag, "KEEP_BELOW", dict.fromkeys(ag.KEEP_BELOW, 1 << 30))
     assert_same_run(fresh(dropout=0.1), dropped_run())
 
 
@@ -2335,7 +2397,7 @@ def test_resume(tmp_path):
     straight = train_on(model, opt, range(3, 13))
 
     # all that is left of the first model is its files
-    twin = xtrain.load_pretrained(str(tmp_path), device="cpu", dtype="f32").train()
+    twin = xtrain.load_pretrained(str(tmp_path), dtype="f32").train()
     twin.config.dropout = 0.1                   # no part of a Hugging Face folder
     opt = xtrain.AdamW(twin, grad_clip=1.0)
     opt.load_state(load_file(tmp_path/"optimizer.safetensors"), steps=3)
@@ -2379,6 +2441,7 @@ def test_flash_against_composed():
         assert_close(p.grad.numpy(), composed.parameters()[name].grad.numpy(), 1e-5, name)
 
 
+@pytest.mark.cpu
 def test_packed_weights():
     """Micro-steps that use a version of the weights again read packed copies: the same bits as
     without, none left of an older version, and no copies while each weight is used once."""
@@ -2539,12 +2602,12 @@ once("rmsnorm of a slice", lambda x, w: ag.add_rmsnorm(x[:, 1:, ::2], None, w),
 for batch, seq, heads, kv, dim in [(1, 1, 1, 1, 2), (2, 7, 6, 2, 8), (1, 5, 15, 5, 20),
                                    (1, 33, 4, 1, 32), (2, 17, 2, 2, 96), (1, 9, 3, 1, 128)]:
     tables = [x.astype(np.float32) for x in rope_tables64(seq, dim, 100.0)]
-    settings, given = (*tables, heads, kv), (*map(own, tables), heads, kv)
+    settings = (*tables, heads, kv)
     once(f"qk_norm_rope {batch} {seq} {heads}/{kv} {dim}",
-         lambda x, q, k, s=given: ag.qk_norm_rope(x, *s, q, k),
+         lambda x, q, k, s=settings: norm_and_turn(x, s, q, k),
          lambda x, q, k, s=settings: qk_norm_rope64(x, *s, q, k),
          (batch, seq, (heads + 2*kv)*dim), [dim], [dim])
-    once(f"rope {batch} {seq} {heads}/{kv} {dim}", lambda x, s=given: ag.qk_norm_rope(x, *s),
+    once(f"rope {batch} {seq} {heads}/{kv} {dim}", lambda x, s=settings: norm_and_turn(x, s),
          lambda x, s=settings: qk_norm_rope64(x, *s), (batch, seq, (heads + 2*kv)*dim))
 
 
@@ -2734,12 +2797,12 @@ rule("rmsnorm of a slice", lambda x, w: ag.add_rmsnorm(x[:, 1:, ::2], None, w),
 for batch, seq, heads, kv, dim in [(1, 1, 1, 1, 2), (2, 7, 6, 2, 8), (1, 33, 15, 5, 20),
                                    (1, 17, 4, 1, 32), (2, 15, 2, 2, 96), (1, 9, 3, 1, 128)]:
     tables = [x.astype(np.float32) for x in rope_tables64(seq, dim, 100.0)]
-    settings, given = (*tables, heads, kv), (*map(own, tables), heads, kv)
+    settings = (*tables, heads, kv)
     rule(f"qk_norm_rope {batch} {seq} {heads}/{kv} {dim}",
-         lambda x, q, k, s=given: ag.qk_norm_rope(x, *s, q, k),
+         lambda x, q, k, s=settings: norm_and_turn(x, s, q, k),
          lambda x, q, k, s=settings: naive_qk_norm_rope(x, *s, q, k),
          (batch, seq, (heads + 2*kv)*dim), [dim], [dim])
-    rule(f"rope {batch} {seq} {heads}/{kv} {dim}", lambda x, s=given: ag.qk_norm_rope(x, *s),
+    rule(f"rope {batch} {seq} {heads}/{kv} {dim}", lambda x, s=settings: norm_and_turn(x, s),
          lambda x, s=settings: naive_qk_norm_rope(x, *s), (batch, seq, (heads + 2*kv)*dim))
 
 # Tiles of 64 queries and 128 keys: at their edges, decoding (fewer queries than keys), every kind
@@ -2968,7 +3031,7 @@ def test_bf16_swiglu_of_what_is_stored():
         assert_rounded_once(gu.numpy(), np.float64(x) @ rounded(w).T, "gate and up")
         gate, up = np.split(gu.numpy().astype(np.float64), 2, -1)
         assert_rounded_once(h.numpy(), silu64(gate)*up, "h")
-        assert_same_bits(tensor.swiglu(gu).array(), h.array(), "made again")
+        assert_same_bits(tensor.swiglu(gu).bits(), h.bits(), "made again")
 
 
 @pytest.mark.parametrize("theta", [1e4, 1e6])
@@ -3037,6 +3100,7 @@ def test_bf16_gradients_of_two_dtypes(first):
     assert seen == ["bf16"] and x.grad.dtype == "bf16" and (x.grad.numpy() == 5).all()
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("dim", [64, 48])
 def test_large_results_have_the_bits_of_small_ones(dtype, dim):
@@ -3093,6 +3157,7 @@ def test_bf16_rows(monkeypatch):
     assert {t.dtype for t in flat} == {"f32"}
 
 
+@pytest.mark.cpu
 def test_bf16_halves_the_activations():
     """Between forward and backward everything but rstd and lse takes two bytes an element."""
     c = xtrain.Config(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, ffn=192)
@@ -3139,6 +3204,7 @@ def test_bf16_made_again_with_the_same_bits(name):
 
 # Bitwise promises.
 
+@pytest.mark.cpu
 @pytest.mark.smoke
 @pytest.mark.parametrize("n, k", [(1, 1), (33, 31), (17, 65), (96, 513), (300, 1030), (1100, 33)])
 def test_bf16_rows_stand_alone(n, k):
@@ -3156,6 +3222,7 @@ def test_bf16_rows_stand_alone(n, k):
     assert_same_bits(np.delete(spoiled, 20, 0), np.delete(whole, 20, 0), "beside a NaN")
 
 
+@pytest.mark.cpu
 @pytest.mark.smoke
 def test_bf16_threads_in_products():
     """A product and those of its gradients, written and added, have the bits of one thread on
@@ -3182,12 +3249,18 @@ def fresh16(**settings):
     return train_on(model, xtrain.AdamW(model, grad_clip=1.0))
 
 
-@cache
 def dropped_run16():
     """The run that several others must repeat."""
+    return dropped_run16_on(tensor.DEVICE)
+
+
+@cache
+def dropped_run16_on(device):
+    """That on a device, computed once."""
     return fresh16(dropout=0.1)
 
 
+@pytest.mark.cpu
 @pytest.mark.smoke
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_bf16_threads(threads):
@@ -3204,7 +3277,7 @@ def test_bf16_recompute():
 
 def test_bf16_made_again_or_kept(monkeypatch):
     """A step has the same bits whether activations are kept or made again for the backward."""
-    monkeypatch.setattr(ag, "KEEP_BELOW", 1 << 30)
+    monkeypatch.setattr(ag, "KEEP_BELOW", dict.fromkeys(ag.KEEP_BELOW, 1 << 30))
     assert_same_run(fresh16(dropout=0.1), dropped_run16())
 
 
@@ -3238,7 +3311,7 @@ def test_bf16_resume(tmp_path):
     before = weights_of(model)
     straight = train_on(model, opt, range(3, 8))
 
-    twin = xtrain.load_pretrained(str(tmp_path), device="cpu", dtype="bf16").train()
+    twin = xtrain.load_pretrained(str(tmp_path), dtype="bf16").train()
     assert twin.dtype == "bf16"
     for name, p in twin.parameters().items():
         assert_same_bits(p.numpy(), before[name], name)
@@ -3248,6 +3321,7 @@ def test_bf16_resume(tmp_path):
     assert_same_run(train_on(twin, opt, range(3, 8)), straight)
 
 
+@pytest.mark.cpu
 def test_bf16_packed_weights():
     """Whether weights come packed or not, no bit differs, over updates and over numbers of
     micro-steps: catches panels of an older version, or rounded in another way."""
@@ -3284,6 +3358,7 @@ def test_bf16_head_in_chunks(monkeypatch, vocab):
     assert_close(runs[0][1], runs[1][1], what="dw")
 
 
+@pytest.mark.cpu
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("m, n, k", [(64, 200, 9000), (160, 320, 4200), (256, 512, 1536),
@@ -3326,6 +3401,7 @@ def test_bf16_attention_of_any_scale(scale):
     test_bf16_operation(rule)
 
 
+@pytest.mark.cpu
 @pytest.mark.smoke
 @pytest.mark.parametrize("half_c", [True, False], ids=["to bf16", "to f32"])
 @pytest.mark.parametrize("rows", [16, 100, 700])
@@ -3593,6 +3669,7 @@ print(best*1e6)
 """
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(not tensor.core.info()["openmp"], reason="this build has no OpenMP")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one processor")
 def test_empty_region():
@@ -3616,6 +3693,7 @@ def no_collector():
         gc.enable()
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("recompute", [False, True])
 def test_steps_reuse_memory(recompute):
     """From the fourth step on the pool neither grows nor shrinks, and few pages are faulted in.
@@ -3637,6 +3715,7 @@ def test_steps_reuse_memory(recompute):
     assert max(faults[3:]) <= 100, faults
 
 
+@pytest.mark.cpu
 def test_nothing_is_left():
     """A dropped model, its gradients and its optimizer give all their memory back."""
     with no_collector():
@@ -3685,6 +3764,7 @@ def run_here(code, **environment):
     return done.stdout, done.stderr
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("environment, share", [
     ({}, 1), ({"LOCAL_WORLD_SIZE": "2"}, 2), ({"OMPI_COMM_WORLD_LOCAL_SIZE": "64"}, 64),
     ({"MPI_LOCALNRANKS": "2", "OMP_NUM_THREADS": "5"}, None), ({"LOCAL_WORLD_SIZE": "many"}, 1)])
@@ -3696,6 +3776,7 @@ def test_ranks_share_the_cores(environment, share):
     assert threads == (5 if share is None else max(1, cores//share))
 
 
+@pytest.mark.cpu
 def test_ranks_that_are_bound():
     """A launcher that runs on more cores than its ranks has divided them already."""
     code = """
@@ -3721,6 +3802,7 @@ def test_how_to_go_on(capsys):
         assert capsys.readouterr().out.splitlines()[-1].endswith(f" --resume {how}")
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("level", ["1", "2"])
 def test_debug_lines(level):
     """XTRAIN_DEBUG: a line for each operation (2: and shape), the most expensive first, whose times
@@ -3758,6 +3840,7 @@ def other_builds():
     return [name for name in tensor.builds() if name != tensor.ISA and tensor.runnable(name)]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", other_builds())
 def test_instruction_set(name):
     """The smoke subset passes with another build loaded, and stops at its first failure."""
@@ -3809,6 +3892,7 @@ def refused(*words):
     return pytest.raises(xtrain.Refused, match=rf"\A{seen}.+\Z")
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("spec, size", [("bpe:300", 300), ("bytes", 257), ("gpt2", 50257)])
 def test_tokenizer(spec, size, tmp_path):
     """Sizes, round trips, lengths; end of text is last and never made by text; files keep all."""
@@ -3828,6 +3912,7 @@ def test_tokenizer(spec, size, tmp_path):
     assert (back.kind, back.eot, back.digest) == (t.kind, t.eot, t.digest)
 
 
+@pytest.mark.cpu
 def test_gpt2_is_tiktoken():
     """Merges rebuilt from ranks give the ids of tiktoken itself."""
     t, text = vocabulary_for_tests("gpt2"), awkward_text(20000, seed=2)
@@ -3835,6 +3920,7 @@ def test_gpt2_is_tiktoken():
     assert t.encode(text) == tiktoken.get_encoding("gpt2").encode_ordinary(text)
 
 
+@pytest.mark.cpu
 @pytest.mark.parity
 @pytest.mark.parametrize("spec", ["bpe:600", "gpt2", "bytes"])
 def test_auto_tokenizer(spec, tmp_path):
@@ -3850,6 +3936,7 @@ def test_auto_tokenizer(spec, tmp_path):
     assert theirs.eos_token_id == theirs.bos_token_id == t.eot and len(theirs) == t.vocab_size
 
 
+@pytest.mark.cpu
 def test_learning_is_deterministic():
     """Another process, with another hash seed, learns the same ids from the same text."""
     text = awkward_text(20000)
@@ -3861,6 +3948,7 @@ def test_learning_is_deterministic():
     assert digests == {xtrain.Tokenizer.make("bpe:600", [text]).digest.encode() + b"\n"}
 
 
+@pytest.mark.cpu
 def test_small_corpus_gives_fewer_ids(capsys):
     """bpe:N on little text says on stderr with how many ids it goes on."""
     t = xtrain.Tokenizer.make("bpe:5000", ["low lower lowest"])
@@ -3868,6 +3956,7 @@ def test_small_corpus_gives_fewer_ids(capsys):
     assert f"going on with {t.vocab_size} ids" in capsys.readouterr().err
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("spec", ["bpe:256", "bpe:1000001", "bpe:", "bpe:-5", "bpe:1e3", "BPE:300",
                                   "", "word", "gpt2 ", "bpe:٣٠٠"])
 def test_tokenizer_refuses(spec):
@@ -3876,6 +3965,7 @@ def test_tokenizer_refuses(spec):
         xtrain.Tokenizer.make(spec)
 
 
+@pytest.mark.cpu
 def test_gpt2_without_network(tmp_path):
     """No cache and no network: one line says which files to put where."""
     code = "import xtrain; xtrain.Tokenizer.gpt2()"
@@ -3889,6 +3979,7 @@ def test_gpt2_without_network(tmp_path):
         assert name in last
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"model": {"type": "Unigram"}}',
                                      '{"model": {"type": "BPE"}, "pre_tokenizer": null}'])
 def test_load_refuses(content, tmp_path):
@@ -3910,6 +4001,7 @@ def qwen_words(t):
     return t
 
 
+@pytest.mark.cpu
 def test_load_another_family(tmp_path):
     """Rules of a folder's own survive loading; its end of text comes from tokenizer_config.json."""
     t, text = qwen_words(vocabulary_for_tests("bpe:400")), awkward_text(3000, seed=5)
@@ -3924,6 +4016,7 @@ def test_load_another_family(tmp_path):
     assert (back.eot, back.kind, back.pieces) == (t.eot, "bpe:400", t.pieces)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("words, size, cut", [("gpt2", 5_000_000, 1 << 12), ("gpt2", 200_000, 1),
                                               ("qwen", 200_000, 1)])
 def test_chunk_edges(words, size, cut, monkeypatch):
@@ -3937,6 +4030,7 @@ def test_chunk_edges(words, size, cut, monkeypatch):
     assert ids[-1] == t.eot and ids[:-1].tolist() == t.encode(text)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("cut, longest", [(1, 3), (4, 9), (16, 50), (1 << 12, 1 << 15)])
 def test_pieces_do_not_depend_on_blocks(cut, longest, monkeypatch):
     """Documents and pieces are the same for any blocks; separators at every place of an edge."""
@@ -3961,6 +4055,7 @@ def write(path, content):
     return str(path)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name, content, words", [
     ("a.txt", b"", ["corpus is empty", "0 bytes"]),
     ("a.txt", b"<|endoftext|>\n<|endoftext|> \n", ["corpus is empty", "endoftext"]),
@@ -3985,6 +4080,7 @@ def test_corpus_refuses(name, content, words, tokenizer, tmp_path, cache):
     assert not cache.exists() or not list(cache.iterdir())
 
 
+@pytest.mark.cpu
 def test_flags_of_prepare_refuse(tmp_path, cache, monkeypatch):
     """Missing and unreadable paths, unknown encodings and error handlers are refused."""
     file = write(tmp_path/"a.txt", "some text")
@@ -4005,6 +4101,7 @@ def test_flags_of_prepare_refuse(tmp_path, cache, monkeypatch):
         train.prepare(file, progress=False)
 
 
+@pytest.mark.cpu
 def test_ways_out_of_bad_bytes(tmp_path, cache):
     """--errors replace and --encoding do what the refusal promises; a BOM is left out."""
     text = lambda path, **o: (lambda t, x: t.decode(np.concatenate([x.train, x.held_out])))(
@@ -4018,6 +4115,7 @@ def test_ways_out_of_bad_bytes(tmp_path, cache):
     assert text(half, errors="replace") == "oha?b"
 
 
+@pytest.mark.cpu
 def test_documents(tmp_path, cache):
     """A folder's files in sorted order, split at the separator; .jsonl by line; no hidden ones."""
     data = tmp_path/"data"
@@ -4036,6 +4134,7 @@ def test_documents(tmp_path, cache):
         "half", "one", "two\n", "zero<|endoftext|>"]
 
 
+@pytest.mark.cpu
 def test_default_corpus():
     """The standard library, without what is installed into it and without its tests."""
     files = train.Corpus(progress=False).files
@@ -4044,6 +4143,7 @@ def test_default_corpus():
     assert not any(n & {"site-packages", "dist-packages", "test", "tests"} for n in names)
 
 
+@pytest.mark.cpu
 def test_held_out_by_document(tmp_path, cache):
     """About 5 % of the documents, by their content alone: order and neighbours do not matter."""
     documents = [f"document {i} " + "x"*(i % 50) for i in range(2000)]
@@ -4060,6 +4160,7 @@ def test_held_out_by_document(tmp_path, cache):
     assert len(x.held_out) == (len(text) + 1)//20 and t.decode([*x.train, *x.held_out]) == text
 
 
+@pytest.mark.cpu
 def test_cache_of_tokens(tmp_path, cache, capsys, monkeypatch):
     """Found again by content, made again when damaged, never mixed up, optional."""
     path = write(tmp_path/"a.txt", awkward_text(3000))
@@ -4100,6 +4201,7 @@ def test_cache_of_tokens(tmp_path, cache, capsys, monkeypatch):
     assert not os.path.exists(folder)
 
 
+@pytest.mark.cpu
 def test_wide_ids(tmp_path, cache):
     """More than 65,536 ids are stored in 32 bits."""
     t = xtrain.Tokenizer.bytes()
@@ -4110,6 +4212,7 @@ def test_wide_ids(tmp_path, cache):
     assert x.train.dtype == np.uint32 and 257 + 69999 in x.train
 
 
+@pytest.mark.cpu
 def test_bounded_memory(tmp_path):
     """9 MB more of corpus take less than 9 MB more of memory (measured in fresh processes)."""
     code = ("import resource, sys, train; train.prepare(sys.argv[1], 'bpe:400', progress=False); "
@@ -4140,6 +4243,7 @@ def sequences_of(steps, n=1003, seq=8, seed=3, **split):
     return sorted(rows)
 
 
+@pytest.mark.cpu
 def test_loader_split():
     """The same sequences under the same numbers for 16x1, 4x4, 8x2, and over ranks."""
     want = sequences_of(range(1, 20), batch=16)
@@ -4148,6 +4252,7 @@ def test_loader_split():
         assert sequences_of(range(1, 20), batch=batch, accum=accum, ranks=ranks) == want
 
 
+@pytest.mark.cpu
 def test_loader_epochs():
     """An epoch is every window once, at one offset; the next has another order and offset."""
     loader = train.Loader(np.arange(1003, dtype=np.uint16), 8, 7, seed=3)
@@ -4164,12 +4269,14 @@ def test_loader_epochs():
     assert far_first[0] == far_first[2] and far_first[1] == loader.step(2)[0][0].tokens.tolist()
 
 
+@pytest.mark.cpu
 def test_loader_order_is_fixed():
     """The order of the data for one seed, written down: a NumPy that differs would break resume."""
     order, offset = train.Loader(np.arange(100), 8, 1, seed=1337).epoch(1)
     assert (order.tolist(), offset) == ([7, 2, 6, 8, 0, 5, 4, 10, 9, 1, 3], 2)
 
 
+@pytest.mark.cpu
 def test_loader_is_short():
     """Down to one window it works; below, both numbers are named."""
     micro, = train.Loader(np.arange(9), 8, 2).step(3)[0]
@@ -4180,6 +4287,7 @@ def test_loader_is_short():
         sequences_of(range(1, 9), n=n, batch=3)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("n, seq, batch", [(50, 8, 3), (2, 8, 3), (49, 8, 2), (9, 8, 1),
                                            (30, 100, 4)])
 def test_evaluate(n, seq, batch):
@@ -4229,6 +4337,7 @@ def test_cache(name, cut):
         model.decode(tokens[:, :1], cache)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("k", [1, 3, 511, 512, 513, 1300])
 @pytest.mark.parametrize("n", [1, 33, 500])
 def test_few_rows(n, k):
@@ -4252,7 +4361,10 @@ def test_shared_prompt():
     model.decode(tokens, three)
     more = ints(19, 3, 1, seed=1)
     rows = model.decode(more, three).numpy()
-    assert_same_bits(model.decode(more[2:], one).numpy()[0], rows[2])
+    alone = model.decode(more[2:], one).numpy()[0]
+    if tensor.DEVICE == "cpu":          # a GPU's products depend on how many rows they have
+        assert_same_bits(alone, rows[2])
+    assert_close(alone, rows[2], 1e-6)
     with pytest.raises(ValueError, match="the cache holds 3"):
         model.decode(more[:2], three)
 
@@ -4453,7 +4565,8 @@ def test_sample_exports(speaker, say_it, tmp_path):
     ("--top-p 0", "--top-p"), ("--top-p 1.01", "--top-p"), ("--num 0", "--num"),
     ("--num 1001", "--num"), ("--max-new 0", "--max-new"), ("--seed -1", "--seed"),
     ("--seed 18446744073709551616", "--seed"), ("--tempreture 1", "--temperature"),
-    ("--device cuda", "cuda"), ("--dtype fp8", "bf16"), ("--eval nowhere", "nowhere"),
+    *[("--device cuda", "cuda")]*(len(DEVICES) == 1), ("--dtype fp8", "bf16"),
+    ("--eval nowhere", "nowhere"),
     ("--eval .", "directory"), ("--export setup.py", "is a file"), ("--export=", "empty"),
     ("--prompt \udce9", "UTF-8")])
 def test_sample_refuses(say_it, monkeypatch, flags, words):
@@ -4538,8 +4651,10 @@ def test_resume_equals_straight(start, stops, dtype):
 def test_auto_is_bf16_where_that_is_faster(start, monkeypatch, capsys, ratio):
     """--dtype auto takes bf16 only if it was measured to be clearly faster, and says what it took.
     """
-    monkeypatch.setattr(tensor, "peak_flops", lambda dtype="f32": ratio if dtype == "bf16" else 1.0)
+    monkeypatch.setattr(tensor, "peak_flops", lambda dtype="f32", device="cpu": (
+        ratio if dtype == "bf16" else 1.0))
     wanted = "bf16" if ratio > 1.5 and tensor.core.info()["bf16"] else "f32"
+    wanted = "bf16" if tensor.DEVICE == "cuda" else wanted
     assert start("--bench=1", "--vocab-size=300") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["dtype"] == wanted
     assert start("--bench=1", "--vocab-size=300", "--dtype=bf16") == 0
@@ -4551,8 +4666,8 @@ def test_samples_are_computed_as_the_run_was(start, monkeypatch, dtype):
     """sample.py takes the run's dtype, unless told another; a folder that no run wrote is f32."""
     assert start("--out=a", "--steps=1", f"--dtype={dtype}") == 0
     seen, load = [], xtrain.load_pretrained
-    monkeypatch.setattr(xtrain, "load_pretrained", lambda folder, dtype: (
-        seen.append(dtype), load(folder, dtype=dtype))[1])
+    monkeypatch.setattr(xtrain, "load_pretrained", lambda folder, device, dtype: (
+        seen.append(dtype), load(folder, device, dtype))[1])
     model = ["--model=a", "--max-new=2", "--prompt=x"]
     for flags in (model, [*model, "--dtype=f32"], [*model, "--dtype=bf16"], [*model, "--export=b"],
                   ["--model=b", "--max-new=2", "--prompt=x"]):
@@ -4977,7 +5092,7 @@ BAD_INPUT = [       # flags, what the one line must contain
     ("--init-from=folder", "folder"), ("--threads=0", "--threads"), ("--bench=0", "--bench"),
     ("--encoding=utf-99", "--encoding"),
     ("--batch=9999999999", "--batch"), ("--layers=100000000", "--layers"),
-    ("--device=cuda", "no CUDA kernels: use --device cpu"), ("--threads=0", "must be >= 1"),
+    *[("--device=cuda", "--device cuda: ")]*(len(DEVICES) == 1), ("--threads=0", "must be >= 1"),
     ("--config=far.toml", "unknown setting qqq: --help"),
 ]
 

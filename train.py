@@ -129,6 +129,8 @@ class Settings:
     flash: bool = setting(True, "attention in tiles; --no-flash: composed, the reference", "",
                           MACHINE)
     recompute: bool = setting(False, "less memory: run each block again going back", "", MACHINE)
+    graph: bool = setting(True, "on a GPU, record a step once and replay it; --no-graph: launch "
+                          "kernel by kernel", "", MACHINE)
 
     # evaluation, and runs that are no training but a check
     eval_every: int = setting(None, "evaluate on held-out text this often (a fifth of steps, at "
@@ -731,7 +733,7 @@ class Run:
         self.loader = Loader(self.tokens.train, s.seq, s.batch, s.accum_steps, s.seed)
         self.model = self.make_model(start, given)
         self.optimizer = make_optimizer(self.model, s)
-        self.trainer = xtrain.Step(self.model, self.optimizer)
+        self.trainer = xtrain.Step(self.model, self.optimizer, graph=s.graph)
         self.step, self.sequences = self.state.get("step", 0), self.state.get("sequences", 0)
         self.best = self.state.get("best")
         self.bad_evaluations = self.state.get("bad_evaluations", 0)
@@ -785,27 +787,27 @@ class Run:
         s = self.s
         return xtrain.SCHEDULES[s.schedule](step, s.steps, s.lr, s.min_lr, s.warmup)
 
-    def advance(self, interrupted):
+    def advance(self, interrupted, look=True):
         """One update -> (loss, gradient norm, lr); None if interrupted() before it was done.
 
-        An update that was begun and not done leaves weights and moments as they were.
+        An update that was begun and not done leaves weights and moments as they were.  look=False:
+        () instead, and nobody waits for a GPU; what went wrong there shows at the next look.
         """
         first = 0 if self.s.overfit else self.sequences
         micros, counted = self.loader.at(first)
         for micro in micros:
             if interrupted():
-                self.model.zero_grad()
-                self.trainer.loss = 0.0
+                self.trainer.forget()
                 return None
             self.trainer.micro(micro.tokens, micro.targets, micro.order, micro.first_sequence,
                                counted)
         lr = self.lr(self.step + 1)
-        loss, norm = self.trainer.update(lr)
-        if not (math.isfinite(norm) and math.isfinite(loss)):
-            raise NonFinite(self.step + 1, f"loss {loss}, gradient norm {norm}")
+        seen = self.trainer.update(lr, wait=look)
+        if look and not (math.isfinite(seen[0]) and math.isfinite(seen[1])):
+            raise NonFinite(self.step + 1, f"loss {seen[0]}, gradient norm {seen[1]}")
         self.step += 1
         self.sequences += self.s.batch*self.s.accum_steps
-        return loss, norm, lr
+        return (*seen, lr) if look else ()
 
     def evaluate(self):
         """(loss, bits per byte) of held-out text; keeps account of the best."""
@@ -826,6 +828,8 @@ class Run:
     def save(self, folder):
         """Write the checkpoint of this step, then delete what need not be kept; returns its path.
         """
+        if self.optimizer.nonfinite:        # in a step that nobody looked at
+            raise NonFinite(self.step, "a gradient norm was not finite")
         state = {"step": self.step, "sequences": self.sequences, "best": self.best,
                  "bad_evaluations": self.bad_evaluations, "data": self.tokens.digest,
                  "versions": versions(self.machine), "settings": self.stored}
@@ -959,7 +963,7 @@ def banner(run, folder):
     source = s.data or "Python's standard library"
     return f"""\
 xtrain {xtrain.__version__} on {run.machine.name}, {run.machine.dtype}, \
-peak {run.machine.peak/1e9:.0f} GFLOP/s (multiply-adds in registers, just measured)
+peak {run.machine.peak/1e9:.0f} GFLOP/s ({run.machine.how}, just measured)
 model   {s.init_from or s.preset}: dim {c.dim}, {c.layers} layers, {c.heads} heads \
 ({c.kv_heads} kv) of {c.head_dim}, ffn {c.ffn}, vocabulary {c.vocab_size:,}{kind}
         {run.model.total_params:,} parameters, {run.model.core_params:,} without embedding and head
@@ -987,8 +991,7 @@ class Progress:
     """A progress bar on a terminal, plain lines elsewhere; lines for people go to stdout."""
 
     def __init__(self, run):
-        self.run = run
-        self.bar = None
+        self.run, self.bar, self.shown = run, None, run.step
         if xtrain.terminal():
             form = "{n_fmt}/{total_fmt} {bar} {postfix} [{elapsed}<{remaining}]"
             self.bar = tqdm.tqdm(total=run.s.steps, initial=run.step, dynamic_ncols=True,
@@ -1002,11 +1005,17 @@ class Progress:
             with self.bar.external_write_mode():
                 tell(text)
 
+    @property
+    def drawn(self):
+        """Does the bar want figures now?  A GPU is not made to wait for more than ten a second."""
+        return self.bar is not None and time.time() - self.bar.last_print_t > 0.1
+
     def update(self, loss, norm, lr, tok_s):
-        """Move the bar one update on."""
+        """Move the bar on to the run's step."""
         if self.bar is not None:
             self.bar.set_postfix_str(self.figures(loss, norm, lr, tok_s), refresh=False)
-            self.bar.update(1)
+            self.bar.update(self.run.step - self.shown)
+            self.shown = self.run.step
 
     def line(self, loss, norm, lr, tok_s, left):
         """The same in a plain line, where there is no bar.  left: seconds to the end."""
@@ -1202,13 +1211,15 @@ def reason_to_stop(run, signals, deadline):
 
 def update(run, metrics, progress, clock, interrupted):
     """One update with its logs; False if it was interrupted before it was done."""
-    start = time.perf_counter()
-    done = run.advance(interrupted)
+    start, s, step = time.perf_counter(), run.s, run.step + 1
+    log = step == 1 or due(step, s.log_every, s.steps)
+    done = run.advance(interrupted, log or progress.drawn or run.machine.device == "cpu")
     if done is None:
         return False
     clock.add(time.perf_counter() - start, run.tokens_per_step)
-    progress.update(*done, clock.speed())
-    if run.step == 1 or due(run.step, run.s.log_every, run.s.steps):
+    if done:
+        progress.update(*done, clock.speed())
+    if log:
         loss, norm, lr = done
         speed = clock.speed(restart=True)
         metrics.write(step=run.step, loss=loss, grad_norm=norm, lr=lr, tok_s=speed)
@@ -1284,7 +1295,7 @@ def bench(s):
     preset = xtrain.PRESETS[s.preset].get("vocab_size", xtrain.Config.vocab_size)
     config = model_config(s, s.vocab_size or preset)
     model = xtrain.Decoder(config, machine.device, machine.dtype, s.seed)
-    step = xtrain.Step(model, make_optimizer(model, s))
+    step = xtrain.Step(model, make_optimizer(model, s), graph=s.graph)
     rng, seconds, count = np.random.default_rng(s.seed), [], s.batch*s.seq*s.accum_steps
     for i in tqdm.trange(BURN_IN + s.bench, desc="bench", leave=False,
                          disable=not xtrain.terminal()):
@@ -1304,8 +1315,8 @@ def bench(s):
           f"{flops/1e9:.1f} GFLOP/s = {100*flops/machine.peak:.1f} % of {machine.peak/1e9:.0f}")
     print(json.dumps({
         "tok_s": round(speed, 1), "ms": round(middle*1e3, 3), "best_ms": round(timed[0]*1e3, 3),
-        "GFLOP_s": round(flops/1e9, 2), "mfu": round(flops/machine.peak, 4),
-        "peak_GB": round(xtrain.peak_memory()/2**30, 3),
+        "GFLOP_s": round(flops/1e9, 2), "mfu": round(flops/machine.peak, 6),
+        "peak_GB": round(xtrain.peak_memory(machine.device)/2**30, 3),
         "params_M": round(model.total_params/1e6, 3), "loss": loss, "device": machine.device,
         "dtype": machine.dtype, "machine": machine.name, "peak_GFLOP_s": round(machine.peak/1e9, 1),
         "batch": s.batch, "seq": s.seq, "accum_steps": s.accum_steps, "steps": s.bench}))

@@ -246,7 +246,7 @@ class Cache:
     of memory, which attention reads by stride.  `length` of `room` positions are filled.
     """
 
-    def __init__(self, config, batch, room, device="cpu", dtype="f32"):
+    def __init__(self, config, batch, room, device=None, dtype="f32"):
         c = config
         self.kv = T.empty((c.layers, 2, batch, c.kv_heads, room, c.head_dim), dtype, device)
         self.batch, self.room, self.length = batch, room, 0
@@ -282,13 +282,13 @@ class Decoder:
     in file order, from `seed`. `seed` also keys the dropout masks.
     """
 
-    def __init__(self, config, device="cpu", dtype="f32", seed=0):
+    def __init__(self, config, device=None, dtype="f32", seed=0):
         if dtype not in T.FLOATS:
             raise ValueError(f"dtype {dtype!r}: wants 'f32' or 'bf16'")
-        self.config, self.device, self.dtype = config, device, dtype
+        self.config, self.device, self.dtype = config, device or T.DEVICE, dtype
         self.seed, self.training = seed, True
-        self.arena = Arena(config, device)
-        self.tables = None
+        self.arena = Arena(config, self.device)
+        self.tables = {}
         rng = np.random.default_rng(seed)
         for name, p in self.arena.named.items():
             if p.ndim == 1:
@@ -327,14 +327,13 @@ class Decoder:
         T.fill(self.arena.grads, 0.0)
 
     def rope(self, seq, start=0):
-        """cos and sin [seq, head_dim/2] of positions from start on; the tables grow by doubling.
+        """cos and sin [seq, head_dim/2] of positions from start on; tables have a power of two.
         """
-        end = start + seq
-        if self.tables is None or self.tables[0].shape[0] < end:
-            length = 1 << (end - 1).bit_length()
-            c = self.config
-            self.tables = T.cos_sin(length, c.head_dim, c.rope_theta, device=self.device)
-        return [t.view((seq, t.shape[1]), offset=start*t.shape[1]) for t in self.tables]
+        # Tables of every length are kept: a recorded step goes on reading those that it has seen
+        length, c = 1 << (start + seq - 1).bit_length(), self.config
+        if length not in self.tables:
+            self.tables[length] = T.cos_sin(length, c.head_dim, c.rope_theta, device=self.device)
+        return [t.view((seq, t.shape[1]), offset=start*t.shape[1]) for t in self.tables[length]]
 
     def block(self, i, first_sequence, cache=None):
         """Layer i as a function of the residual stream alone: what recompute runs again."""
@@ -414,13 +413,16 @@ class Decoder:
         tokens, targets = self.ids("tokens", tokens), self.ids("targets", targets, lowest=-1)
         if tokens.shape != targets.shape:
             raise ValueError(f"loss: tokens {tokens.shape} and targets {targets.shape} differ")
-        order = T.tensor(order) if order is not None and not isinstance(order, Tensor) else order
+        if order is not None and not isinstance(order, Tensor):
+            order = T.tensor(order, self.device)
         x = self.hidden(tokens, order, first_sequence)
         return A.head_loss(x, self.head(), targets, denominator, self.config.vocab_size, now)
 
     def ids(self, name, values, lowest=0):
         """Ints [batch, seq] in [lowest, vocab_size) as an i64 tensor; else Value- or IndexError."""
-        t = values if isinstance(values, Tensor) else T.tensor(np.asarray(values, dtype=np.int64))
+        t = values
+        if not isinstance(t, Tensor):
+            t = T.tensor(np.asarray(values, dtype=np.int64), self.device)
         if t.ndim != 2 or not t.size:
             raise ValueError(f"{name}: wants a non-empty [batch, seq], got {t.shape}")
         T.check_ids(name, t, self.config.vocab_size, lowest)
@@ -450,23 +452,40 @@ class AdamW:
     @property
     def nonfinite(self):
         """Has any gradient norm been infinite or NaN?"""
-        return bool(self.clip.array()[3])
+        return bool(self.clip.numpy()[3])
 
     def step(self, lr=None):
         """Update the weights, clear the gradients, return the gradient norm (before clipping)."""
-        arena, t, (beta1, beta2) = self.arena, self.steps + 1, self.betas
-        lr = self.lr if lr is None else lr
+        self.apply(T.tensor64(self.hyper(lr), self.arena.weights.device))
+        return self.outcome()
+
+    def hyper(self, lr=None):
+        """Count a step; its numbers for `adamw`, f64 [2, 7]: for matrices, for vectors."""
+        lr, (beta1, beta2) = self.lr if lr is None else lr, self.betas
         if not math.isfinite(lr):
             raise ValueError(f"lr={lr} is not finite")
+        self.steps += 1
+        bias = 1 - beta1**self.steps, 1 - beta2**self.steps
+        return np.array([[lr, beta1, beta2, self.eps, decay, *bias]
+                         for decay in (self.weight_decay, 0.0)])
+
+    def apply(self, hyper):
+        """The device's part of a step: norm, clipping, update; gradients := 0."""
+        arena = self.arena
         T.grad_clip(T.sumsq(arena.grads), self.grad_clip, self.clip)
-        for start, end, decay in ((0, arena.decayed, self.weight_decay),
-                                  (arena.decayed, arena.weights.size, 0.0)):
+        for i, (start, end) in enumerate(((0, arena.decayed),
+                                          (arena.decayed, arena.weights.size))):
             parts = [flat.view((end - start,), offset=start)
                      for flat in (arena.weights, arena.grads, self.m, self.v)]
-            hyper = [lr, beta1, beta2, self.eps, decay, 1 - beta1**t, 1 - beta2**t]
-            T.adamw(*parts, T.tensor64(hyper), self.clip)
-        norm, _, finite, _ = self.clip.array().tolist()
-        self.steps = t if finite else self.steps
+            T.adamw(*parts, hyper.view((7,), offset=hyper.offset + 7*i), self.clip)
+
+    def outcome(self):
+        """The gradient norm of the last step, which does not count if that is not finite.
+
+        To be asked at most once a step: on a GPU it waits until the step is done.
+        """
+        norm, _, finite, _ = self.clip.numpy().tolist()
+        self.steps -= not finite
         return norm
 
     def zero_grad(self):
@@ -528,37 +547,85 @@ class Step:
     """The one way to train: any number of micro-steps, which add gradients, then an update.
 
     comm, if given, joins several processes: comm.all_reduce(tensor) replaces a tensor by its sum
-    over all.
+    over all.  graph: on a GPU, record the step once and replay it (tensor.Program).
     """
 
-    def __init__(self, model, optimizer, comm=None):
-        self.model, self.optimizer, self.comm, self.loss = model, optimizer, comm, 0.0
+    def __init__(self, model, optimizer, comm=None, graph=True):
+        self.model, self.optimizer, self.comm, self.graph = model, optimizer, comm, graph
         self.sequences = 0              # trained on so far: numbers the next one
+        self.loss = T.zeros((2,), device=model.device)  # of the micro-steps so far; of the update
+        self.programs = {}              # by what a recording holds fixed
 
     def micro(self, tokens, targets, order=None, first_sequence=None, counted=None):
-        """Forward and backward of one micro-batch, ints [batch, seq]; returns its part of the loss.
+        """Forward and backward of one micro-batch, ints [batch, seq].
 
         counted: targets >= 0 in the whole global batch (all micro-steps, all ranks), known before
         the step; by default this micro-batch is all of it.  first_sequence: number of row 0 in the
         whole run, which dropout depends on; by default the one after the last.
+        Returns its part of the loss, a 0-d tensor that is valid until the next call; on a GPU
+        nothing has been waited for, and `.item()` does.
         """
+        model, c = self.model, self.model.config
+        tokens, targets = np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
+        T.check_host("tokens", tokens, 0, c.vocab_size)
+        T.check_host("targets", targets, -1, c.vocab_size)
+        if tokens.shape != targets.shape:
+            raise ValueError(f"loss: tokens {tokens.shape} and targets {targets.shape} differ")
+        order = np.argsort(tokens, axis=None, kind="stable") if order is None else np.asarray(order)
+        T.check_host("order", order.reshape(1, -1), 0, tokens.size)
+        T.need(order.size == tokens.size, "micro", "order and tokens do not fit", order, tokens)
         first_sequence = self.sequences if first_sequence is None else first_sequence
         self.sequences = first_sequence + len(tokens)
+        counted = max(1, int((targets >= 0).sum()) if counted is None else int(counted))
+        program = self.program(Step.forward_backward, tokens.shape, c.dropout, c.recompute, c.flash,
+                               model.training, model.seed)
+        return program(self, tokens=tokens, targets=targets,
+                       order=order.astype(np.int64, copy=False),
+                       first_sequence=int(first_sequence), counted=float(counted))
+
+    def forward_backward(self, tokens, targets, order, first_sequence, counted):
+        """What a micro-step does on the device."""
         loss = self.model.loss(tokens, targets, order, first_sequence, counted, now=True)
         loss.backward()
-        part = loss.item()
-        self.loss += part
-        return part
+        T.accumulate(self.loss.view((), offset=0), loss)
+        return loss.detach()
 
-    def update(self, lr=None):
-        """One optimizer step -> (loss of the global batch, gradient norm before clipping)."""
-        loss, self.loss = self.loss, 0.0
+    def update(self, lr=None, wait=True):
+        """One optimizer step -> (loss of the global batch, gradient norm before clipping).
+
+        wait=False returns nothing, and on a GPU before anything is done; `outcome` waits.
+        """
         if self.comm is not None:
-            whole = T.tensor64([loss])
             self.comm.all_reduce(self.model.arena.grads)
-            self.comm.all_reduce(whole)
-            loss = whole.array()[0].item()
-        return loss, self.optimizer.step(lr)
+            self.comm.all_reduce(self.loss)
+        program = self.program(Step.apply, self.optimizer.grad_clip)
+        program(self, hyper=self.optimizer.hyper(lr))
+        if program.replayed:
+            T.wrote(self.model.arena.weights)
+        return self.outcome() if wait else None
+
+    def apply(self, hyper):
+        """What an update does on the device."""
+        now, last = (self.loss.view((), offset=i) for i in range(2))
+        T.copy(now, last)
+        T.fill(now, 0.0)
+        self.optimizer.apply(hyper)
+
+    def outcome(self):
+        """(loss of the last update's global batch, its gradient norm); at most once an update."""
+        return self.loss.numpy()[1].item(), self.optimizer.outcome()
+
+    def forget(self):
+        """Drop the gradients and losses of the micro-steps since the last update."""
+        self.model.zero_grad()
+        T.fill(self.loss, 0.0)
+
+    def program(self, run, *key):
+        """The program of a function, one for each of the values that a recording holds fixed."""
+        key = run.__name__, *key
+        if key not in self.programs:
+            self.programs[key] = T.Program(run, self.model.device, self.graph)
+        return self.programs[key]
 
 
 # ---- 6. Files ------------------------------------------------------------------------------------
@@ -624,7 +691,7 @@ def save_pretrained(model, folder, dtype="f32", tokenizer=None):
     os.makedirs(folder, exist_ok=True)
     write_json(os.path.join(folder, "config.json"), config_json(model.config, FILE_DTYPES[dtype]))
     weights = {name: T.packed(T.cast(p, dtype)) for name, p in model.parameters().items()}
-    save_arrays({name: t.array() for name, t in weights.items()},
+    save_arrays({name: t.bits() for name, t in weights.items()},
                 os.path.join(folder, "model.safetensors"))
     if tokenizer is not None:
         tokenizer.save(folder)
@@ -689,7 +756,7 @@ def read_safetensors(path):
         yield name, values.astype(np.float32)
 
 
-def load_pretrained(folder, device="cpu", dtype="f32"):
+def load_pretrained(folder, device=None, dtype="f32"):
     """A Decoder from a folder with config.json and safetensors, Qwen3's or Llama's.
 
     Needs no tokenizer.  Refused names tensors that are missing, unexpected or of another shape.
@@ -1444,18 +1511,42 @@ class Machine(typing.NamedTuple):
     core: str           # device and instruction set: with another, results differ in the last bits
     name: str           # for people
     peak: float         # FLOP/s, measured
+    how: str            # by what
 
 
 def machine(device="auto", dtype="auto", threads=None):
-    """The Machine that --device, --dtype and --threads mean; Refused if it is not there."""
-    if device == "cuda":
-        raise Refused("--device cuda: this version of xtrain has no CUDA kernels: use --device cpu")
+    """The Machine that --device, --dtype and --threads mean; Refused if it is not there.
+
+    auto is the GPU if there is one; XTRAIN_DEVICE can say otherwise.
+    """
     if threads is not None:
         T.set_threads(threads)
+    device = os.environ.get("XTRAIN_DEVICE") or device if device == "auto" else device
+    if device != "cpu":
+        try:
+            return gpu_machine(dtype)
+        except T.NoDevice as e:
+            if device == "cuda":
+                raise Refused(f"--device cuda: {e}") from None
     dtype = fast_dtype() if dtype == "auto" else dtype
     count = T.threads()
     name = f"cpu ({T.ISA}, {count} thread{'s' if count > 1 else ''})"
-    return Machine("cpu", dtype, f"cpu {T.ISA}", name, T.peak_flops(dtype))
+    return Machine("cpu", dtype, f"cpu {T.ISA}", name, T.peak_flops(dtype),
+                   "multiply-adds in registers")
+
+
+def gpu_machine(dtype):
+    """The Machine of the GPU; Refused if the card cannot compute in the dtype."""
+    gpu = T.cuda()
+    version = f"{gpu.capability//10}.{gpu.capability % 10}"
+    able = gpu.capability >= T.TENSOR_CORES
+    if dtype == "bf16" and not able:
+        raise Refused(f"--dtype bf16: the {gpu.name} (compute capability {version}) multiplies no "
+                      "bf16, which begins with 8.0: use --dtype f32")
+    dtype = ("bf16" if able else "f32") if dtype == "auto" else dtype
+    return Machine("cuda", dtype, f"cuda {version} {gpu.name}",
+                   f"cuda ({gpu.name}, compute capability {version})",
+                   T.peak_flops(dtype, device="cuda"), "a product of 8,192 x 8,192 matrices")
 
 
 def fast_dtype():
@@ -1478,8 +1569,10 @@ def run_dtype(folder):
     return dtype if dtype in T.FLOATS else "f32"
 
 
-def peak_memory():
-    """Most memory that this process held at once, in bytes (ru_maxrss)."""
+def peak_memory(device="cpu"):
+    """Most memory held at once, in bytes: of the process (ru_maxrss), or handed out on the GPU."""
+    if device != "cpu":
+        return T.cuda().peak
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most*1024
 
