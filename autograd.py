@@ -21,7 +21,7 @@ returns to the pool the moment it is free, and a second walk over the same graph
 costs little to make again is not kept at all: an operation may say how (`again`), and one that
 needs its output later asks for it through `saved`.  Nodes are numbered as they are made: going
 through them from the highest number down visits every consumer before its producer.
-Nothing here knows about devices.
+Nothing here knows one device from another: `tensor` says what differs.
 """
 import builtins
 import contextlib
@@ -34,7 +34,7 @@ import threading
 import numpy as np
 
 import tensor as T
-from tensor import Dropout, Tensor
+from tensor import KEEP_BELOW, Dropout, Tensor
 
 # ---- 1. The tape ---------------------------------------------------------------------------------
 
@@ -187,17 +187,12 @@ def tracked(t):
     return t is not None and (t.requires_grad or t.node is not None)
 
 
-# Outputs below this many bytes are kept even if they can be made again, by device.  On a CPU a model
-# with rows that small needs no memory saved, and making them again takes nano 6 % of a step.  On a
-# GPU making them again costs as much as making them: 3 % of gpt2's step, for 3 GB of 13.
-KEEP_BELOW = {"cpu": 1 << 22, "cuda": math.inf}
-
-
 def saved(*tensors):
     """A function that gives these tensors to a backward, as a tuple.
 
     Outputs of an operation that can make them again are not held: it will run once for all of them.
-    They are if someone has written to them since (their memory is new, and starts at version 0).
+    They are if they are small (tensor.KEEP_BELOW), or if someone has written to them since (their
+    memory is new, and starts at version 0).
     """
     node = tensors[0].node
     size = builtins.sum(t.size*T.ITEMSIZE[t.dtype] for t in tensors)
@@ -698,13 +693,14 @@ def qk_norm_rope(qkv, cos, sin, heads, kv_heads, q_weight=None, k_weight=None, e
 def attention(q, k, v, flash=True, scale=None):
     """Causal attention of q [B, Sq, heads, head_dim] over k, v [B, Sk, kv_heads, head_dim], like q.
 
-    flash: in tiles, nothing of size Sq x Sk is kept.  Otherwise composed of products and a softmax:
-    the readable reference, and the oracle of the tests.  With p the weights:
+    flash: in tiles, nothing of size Sq x Sk is kept.  Otherwise, and where a device has no tiles,
+    composed of products and a softmax: the readable reference, and the oracle of the tests.
+    With p the weights:
     dv = p^T g,  ds = p (g v^T - sum over dim of g*out),  dq = scale ds k,  dk = scale ds^T q.
     p is computed again from lse, the logsumexp of each query's scores.
     """
     scale = q.shape[-1]**-0.5 if scale is None else scale
-    if not flash:
+    if not (flash and T.has_bf16(q.device)):
         return composed_attention(q, k, v, scale)
     out, lse = T.attention(q, k, v, scale)
     keep = saved(q, k, v)

@@ -74,7 +74,8 @@ def read_settings(argv):
     parser = xtrain.parser_of(Settings, "sample.py", __doc__.split("\n\n")[0],
                               "Examples and formats: the head of sample.py.")
     s = Settings(**xtrain.parse(Settings, parser, argv))
-    s.device = xtrain.machine(s.device, "f32").device       # refuses one that is not there
+    # refuses one that is not there; a file's dtype asks nothing of it
+    s.device = xtrain.find_device(s.device, s.dtype if s.export is None else "f32")
     return s
 
 
@@ -86,7 +87,7 @@ def load(path, dtype, device):
     if path is None and sys.stderr.isatty():
         say(f"model {folder}")
     tokenizer = xtrain.Tokenizer.load(folder)
-    dtype = xtrain.run_dtype(folder) if dtype == "auto" else dtype
+    dtype = xtrain.run_dtype(folder, device) if dtype == "auto" else dtype
     model = xtrain.load_pretrained(folder, device, dtype)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise Refused(f"{folder}: tokenizer.json has {tokenizer.vocab_size} ids, config.json only "
@@ -259,4 +260,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(xtrain.exit_code(main, sys.argv[1:], "a smaller --max-new or model"))
+    sys.exit(xtrain.exit_code(main, sys.argv[1:], "a smaller --max-new, --num or model"))

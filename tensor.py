@@ -25,6 +25,7 @@ import builtins
 import contextlib
 import ctypes
 import functools
+import gc
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -91,12 +92,14 @@ def load_core():
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     there, forced = builds(), os.environ.get("XTRAIN_ISA")
-    if not there:
-        raise ImportError("xtrain's CPU core is not built: run 'pip install -e .' in its folder")
-    if forced and (forced not in there or not runnable(forced)):
-        usable = ", ".join(name for name in there if runnable(name))
-        raise ImportError(f"XTRAIN_ISA={forced}: not built or not runnable here; usable: {usable}")
-    name = forced or [name for name in there if runnable(name)][-1]
+    usable = [name for name in there if runnable(name)]
+    if not usable:
+        raise ImportError("xtrain's CPU core is not built for this processor: run 'pip install "
+                          "-e .' in its folder")
+    if forced and forced not in usable:
+        raise ImportError(f"XTRAIN_ISA={forced}: not built or not runnable here; usable: "
+                          + ", ".join(usable))
+    name = forced or usable[-1]
     loader = importlib.machinery.ExtensionFileLoader("fast_cpu", there[name])
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("fast_cpu", loader))
     loader.exec_module(module)
@@ -205,6 +208,21 @@ class NoDevice(ValueError):
     """There is no GPU to compute on; its text says in one line why, and what to do."""
 
 
+class Unusable(NoDevice):
+    """There is a GPU, or at least its driver, but something is missing to compute on it."""
+
+
+def say(line):
+    """Tell the user something that is no error, on stderr: stdout belongs to results."""
+    print(f"xtrain: {line}", file=sys.stderr, flush=True)
+
+
+def out_of_memory(error):
+    """Does an exception say that memory ran out?  CUDA's two layers have words of their own."""
+    words = "cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"
+    return isinstance(error, MemoryError) or str(error).startswith(words)
+
+
 KERNELS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels.cu")
 TENSOR_CORES = 80                       # compute capability with bf16: Ampere
 SEVERAL_DEVICES = False                 # may tensors differ in where they lie?
@@ -246,14 +264,19 @@ class Kernels:
     def __init__(self, capability):
         from cupy.cuda import function, nvrtc
         self.nvrtc, self.module = nvrtc, function.Module
+        self.version = ".".join(map(str, nvrtc.getVersion()))
         with open(KERNELS, encoding="utf-8") as f:
             self.source = f.read()
         known = nvrtc.getSupportedArchs()
+        if capability < min(known):
+            raise Unusable(f"the card's compute capability {capability/10} is less than what this "
+                           f"CUDA compiles for, {min(known)/10} and more: {OLDER}")
         # A card newer than the compiler gets the newest code there is, for the driver to translate
         self.native = capability in known
         real = capability if self.native else max(n for n in known if n <= capability)
         self.arch = f"{'sm' if self.native else 'compute'}_{real}{'a' if real == 90 else ''}"
         self.functions, self.modules = {}, []       # by name expression; to keep them loaded
+        self.compiled = False                       # anything?
 
     def __getitem__(self, name):
         """The handle of a kernel by its C++ name, such as "add_rmsnorm<bf16, 8>"."""
@@ -267,8 +290,7 @@ class Kernels:
 
     def load(self, name):
         """(name in the object code, object code), from the disk or the compiler."""
-        version = ".".join(map(str, self.nvrtc.getVersion()))
-        key = hashlib.sha256("\0".join((self.source, self.arch, version, name)).encode())
+        key = hashlib.sha256("\0".join((self.source, self.arch, self.version, name)).encode())
         path = os.path.join(cache_folder(), "kernels", key.hexdigest()[:32])
         try:
             with open(path, "rb") as f:
@@ -287,7 +309,9 @@ class Kernels:
 
     def compile(self, name):
         """(name in the object code, object code) of one instantiation."""
-        nvrtc = self.nvrtc
+        if not self.compiled and sys.stderr.isatty():       # a minute of silence looks like a hang
+            say(f"compiling kernels for {self.arch}, once: they stay in {cache_folder()}")
+        self.compiled, nvrtc = True, self.nvrtc
         program = nvrtc.createProgram(self.source, "kernels.cu", [], [])
         try:
             nvrtc.addNameExpression(program, name)
@@ -297,7 +321,7 @@ class Kernels:
         except nvrtc.NVRTCError as e:
             lines = nvrtc.getProgramLog(program).splitlines()
             first = next((line for line in lines if "error" in line), str(e))
-            raise NoDevice(f"kernels.cu: {name} does not compile for {self.arch}: {first}"
+            raise Unusable(f"kernels.cu: {name} does not compile for {self.arch}: {first}"
                            ) from None
         finally:
             nvrtc.destroyProgram(program)
@@ -324,11 +348,16 @@ class Products:
     def __init__(self):
         from cuda.pathfinder import load_nvidia_dynamic_lib
         self.lib = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
+        self.lib.cublasLtGetVersion.restype = ctypes.c_size_t
+        number = self.lib.cublasLtGetVersion()          # 130200 is 13.2.0
+        self.version = f"{number//10000}.{number//100 % 100}.{number % 100}"
         self.handle, self.plans = self.made("cublasLtCreate"), {}
         self.one, self.zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
     def call(self, name, *args):
-        status = getattr(self.lib, name)(*args)
+        status, no_memory = getattr(self.lib, name)(*args), 3
+        if status == no_memory:
+            raise MemoryError(f"{name} got none from the GPU")
         if status:
             raise RuntimeError(f"{name} failed with status {status}")
 
@@ -405,8 +434,8 @@ class DeviceBuffer:
     __slots__ = ("cuda", "memory", "address", "nbytes")
 
     def __init__(self, cuda, nbytes):
-        self.nbytes = 0                 # what __del__ gives back if the next line fails
-        self.cuda, self.memory = cuda, cuda.allocate(nbytes)
+        self.cuda, self.nbytes = cuda, 0        # what __del__ gives back if the next line fails
+        self.memory = cuda.allocate(nbytes)
         self.address, self.nbytes = self.memory.ptr, nbytes
         cuda.used += nbytes
         cuda.peak = max(cuda.peak, cuda.used)
@@ -430,6 +459,8 @@ class Arguments(threading.local):
 class Cuda:
     """One GPU: its stream, memory, kernels and products, and the CPU core's functions on it.
 
+    Training programs (section 8) take their memory from a pool of their own, since a recorded one
+    goes on using it: `recorded` says that there is one.
     waits counts the calls that let the host wait until the device is idle, held those in which it
     was two steps ahead; used and peak are bytes handed out, the products' workspace included.
     """
@@ -443,16 +474,24 @@ class Cuda:
         self.cupy, self.runtime, self.driver = cupy, cupy.cuda.runtime, driver
         about = self.runtime.getDeviceProperties(0)
         self.name, self.capability = about["name"].decode(), 10*about["major"] + about["minor"]
-        self.memory_size, self.shared_memory = about["totalGlobalMem"], about["sharedMemPerBlockOptin"]
+        self.memory_size = about["totalGlobalMem"]
+        self.shared_memory = about["sharedMemPerBlockOptin"]
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream.use()               # the pool hands out memory per stream
-        self.pool, self.program_pool = cupy.cuda.MemoryPool(), cupy.cuda.MemoryPool()
+        self.pool, self.program_pool = self.pools = [cupy.cuda.MemoryPool(self.grow)
+                                                     for _ in range(2)]
+        self.recorded = False
         self.arguments, self.raised = Arguments(), {}
         self.used = self.peak = self.waits = self.held = 0
         self.kept = None                # while recording, a list of what replays will read
         self.kernels = Kernels(self.capability)
         self.products = None if os.environ.get("XTRAIN_PRODUCTS") == "own" else Products()
         self.workspace = DeviceBuffer(self, Products.WORKSPACE if self.products else 0)
+        self.libraries = (f"CuPy {cupy.__version__}, NVRTC {self.kernels.version}, cuBLASLt "
+                          f"{self.products.version if self.products else 'unused'}")
+        if self.capability < TENSOR_CORES:
+            say(f"the {self.name} multiplies no bf16, which begins with compute capability "
+                f"{TENSOR_CORES/10}: computing in f32, with attention of products and a softmax")
 
     # Memory
 
@@ -466,10 +505,34 @@ class Cuda:
         """Memory of the pool; MemoryError says how much was asked for, and of how much."""
         try:
             return self.pool.malloc(max(1, nbytes))
-        except self.cupy.cuda.memory.OutOfMemoryError:
-            raise MemoryError(f"{nbytes/2**30:.2f} GB asked of the {self.name}, "
-                              f"{self.used/2**30:.2f} of {self.memory_size/2**30:.0f} in use"
-                              ) from None
+        except MemoryError:
+            free, size = self.runtime.memGetInfo()
+            raise MemoryError(f"{nbytes/2**30:.2f} GB asked of the {self.name}: of its "
+                              f"{size/2**30:.1f} GB {self.used/2**30:.1f} are in use here, "
+                              f"{free/2**30:.1f} free") from None
+
+    def grow(self, nbytes):
+        """New memory for a pool, from the driver; what pools hold unused goes back if need be.
+
+        MemoryError, not CuPy's error, if there is none: at that CuPy would empty the pool that
+        asks, and with it what a recorded program uses.
+        """
+        cuda = self.cupy.cuda
+        for last in (False, True):
+            try:
+                return cuda.MemoryPointer(cuda.Memory(nbytes), 0)
+            except RuntimeError as e:
+                if not out_of_memory(e):
+                    raise
+                if last or self.kept is not None:       # nothing is freed while recording
+                    raise MemoryError(str(e)) from None
+            self.release()
+
+    def release(self):
+        """Give what the pools hold unused back to the driver, but for what recordings use."""
+        gc.collect()
+        for pool in self.pools[:1] if self.recorded else self.pools:
+            pool.free_all_blocks()
 
     @contextlib.contextmanager
     def allocating(self, pool):
@@ -547,7 +610,7 @@ class Cuda:
     def tidy(self):
         """Give unused memory back to the driver, and let the peak start from what is in use."""
         self.synchronize()
-        self.pool.free_all_blocks()
+        self.release()
         self.peak = self.used
 
     # Launches
@@ -911,22 +974,24 @@ class Cuda:
     # Attention
 
     # Kernels by (head size, half), the fastest first; the first one that a card has shared memory
-    # for is taken.  Forward: M, WARPS, KEYS, STAGES; backward: ROWS, KEYS, HALVES, STAGES.
-    FORWARD = {(16, True): [(2, 4, 64, 2)], (32, True): [(2, 4, 64, 2)], (64, True): [(2, 4, 64, 2)],
+    # for is taken.  Forward: M, WARPS, KEYS, STAGES; backward: ROWS, KEYS, HALVES, STAGES, BLOCKS.
+    FORWARD = {(16, True): [(2, 4, 64, 2)], (32, True): [(2, 4, 64, 2)],
+               (64, True): [(2, 4, 64, 2)],
                (96, True): [(2, 4, 64, 2)], (128, True): [(2, 4, 64, 2)],
                (256, True): [(1, 8, 64, 2), (1, 4, 32, 2)],
                (16, False): [(1, 4, 64, 1)], (32, False): [(1, 4, 64, 1)],
                (64, False): [(1, 4, 64, 1)], (96, False): [(1, 4, 32, 1)],
                (128, False): [(1, 4, 32, 1)], (256, False): [(1, 4, 32, 1), (1, 2, 16, 1)]}
-    BACKWARD = {(16, True): [(128, 128, 1, 2)], (32, True): [(128, 128, 1, 2)],
-                (64, True): [(128, 128, 1, 2), (64, 64, 1, 2)],
-                (96, True): [(64, 96, 1, 2)],
-                (128, True): [(64, 128, 1, 2), (32, 64, 1, 2)],
-                (256, True): [(32, 128, 2, 2), (16, 64, 2, 2)],
-                (16, False): [(64, 64, 1, 1)], (32, False): [(64, 64, 1, 1)],
-                (64, False): [(32, 64, 1, 1)], (96, False): [(32, 48, 1, 1), (16, 48, 1, 1)],
-                (128, False): [(32, 64, 1, 1), (16, 32, 1, 1)],
-                (256, False): [(16, 32, 2, 1), (16, 16, 2, 1)]}
+    BACKWARD = {(16, True): [(128, 128, 1, 2, 1)], (32, True): [(128, 128, 1, 2, 1)],
+                (64, True): [(128, 128, 1, 2, 1), (64, 64, 1, 2, 3)],
+                (96, True): [(64, 96, 1, 2, 1)],
+                (128, True): [(64, 128, 1, 2, 1), (32, 64, 1, 2, 2)],
+                (256, True): [(32, 128, 2, 2, 1), (16, 64, 2, 2, 2)],
+                (16, False): [(64, 64, 1, 1, 2)], (32, False): [(64, 64, 1, 1, 2)],
+                (64, False): [(32, 64, 1, 1, 2)],
+                (96, False): [(32, 48, 1, 1, 2), (16, 48, 1, 1, 2)],
+                (128, False): [(32, 64, 1, 1, 1), (16, 32, 1, 1, 2)],
+                (256, False): [(16, 32, 2, 1, 1), (16, 16, 2, 1, 2)]}
     TOGETHER = 512              # tasks that go together, two for each of 132 processors and as many
                                 # again: heads whose keys share L2; results do not depend on it
 
@@ -944,13 +1009,14 @@ class Cuda:
 
     @staticmethod
     def attention_layout(dims, views, half):
-        """(B, Sq, Sk, H, KV, dim, whether 8 elements can be read at once, views with strides)."""
+        """(B, Sq, Sk, H, KV, dim, whether the kernels may be WIDE, views with strides)."""
         n = 6 + 3*len(views)
         sizes = (ctypes.c_int64*n).from_address(dims)[:]
         views = [(at, *sizes[6 + 3*i:9 + 3*i]) for i, at in enumerate(views)]
         nbytes = 2 if half else 4
-        wide = sizes[5] % 8 == 0 and all(at % 16 == 0 and all(s*nbytes % 16 == 0 for s in strides)
-                                         for at, *strides in views)
+        wide = sizes[5] % 8 == 0 and all(
+            at % 16 == 0 and all(s*nbytes % 16 == 0 for s in strides) and 0 <= strides[1] < 1 << 23
+            for at, *strides in views)
         return (*sizes[:6], int(wide), builtins.sum(views, ()))
 
     def attention(self, q, k, v, o, lse, dims, scale, half=False):
@@ -962,9 +1028,9 @@ class Cuda:
             self.FORWARD, dim, half,
             lambda size, parts_, M, warps, keys, stages: 2*parts_*size*(16*M*warps + 2*stages*keys))
         blocks = parts(sq, 16*M*warps)
-        self.launch(f"attention<{size}, {parts_}, {M}, {warps}, {keys}, {stages}>", (B*H*blocks,),
-                    32*warps, "qqqqqqqqd" + "q"*17, sq, sk, H, KV, dim, B*H,
-                    parts(self.TOGETHER, blocks), wide, scale, *views, lse, shared=nbytes)
+        self.launch(f"attention<{size}, {parts_}, {wide}, {M}, {warps}, {keys}, {stages}>",
+                    (B*H*blocks,), 32*warps, "qqqqqqqd" + "q"*17, sq, sk, H, KV, dim, B*H,
+                    parts(self.TOGETHER, blocks), scale, *views, lse, shared=nbytes)
 
     def attention_backward(self, q, k, v, o, lse, dy, dq, dk, dv, dims, scale, half=False):
         """dq, dk, dv from dy, the gradient of o; parameters as in the CPU core."""
@@ -972,56 +1038,84 @@ class Cuda:
             dims, (q, k, v, o, dy, dq, dk, dv), half)
         if B*sq*H == 0:
             return
-        (size, parts_, rows, keys, halves, stages), nbytes = self.attention_kernel(
-            self.BACKWARD, dim, half, lambda size, parts_, rows, keys, halves, stages:
+        (size, parts_, rows, keys, halves, stages, per), nbytes = self.attention_kernel(
+            self.BACKWARD, dim, half, lambda size, parts_, rows, keys, halves, stages, per:
             2*parts_*(2*size*keys + rows*keys) + stages*(4*parts_*size*rows + 8*rows))
         blocks, tiles = parts(sk, keys), B*H*parts(sq, rows)*halves
-        about = (sq, sk, H, KV, dim, B*H, parts(self.TOGETHER, blocks), wide, scale, *views[:16])
+        about = (sq, sk, H, KV, dim, B*H, parts(self.TOGETHER, blocks), scale, *views[:16])
         row_sums = self.scratch(8*B*H*sq)
-        self.launch(f"attention_rows<{'bf16' if half else 'float'}>", (parts(B*H*sq, 32),), 256,
-                    "qqqqqqqqd" + "q"*22, *about, *views[16:20], lse, row_sums.address)
+        self.launch(f"attention_rows<{real(half)}, {wide}>", (parts(B*H*sq, 32),), 256,
+                    "qqqqqqqd" + "q"*22, *about, *views[16:20], lse, row_sums.address)
         shares = self.scratch(4*tiles*rows*size//halves)    # of dq; and whose turn it is to add one
         turns = self.scratch(4*(tiles + 1))
         self.memset(turns.address, 0, 4*(tiles + 1))
-        self.launch(f"attention_backward<{size}, {parts_}, {rows}, {keys}, {halves}, {stages}>",
-                    (B*KV*blocks*halves,), 2*keys, "qqqqqqqqd" + "q"*35, *about[:5], B*KV,
-                    *about[6:], *views[16:], row_sums.address, shares.address, turns.address,
+        self.launch(f"attention_backward<{size}, {parts_}, {wide}, {rows}, {keys}, {halves}, "
+                    f"{stages}, {per}>", (B*KV*blocks*halves,), 2*keys, "qqqqqqqd" + "q"*35, *about[:5],
+                    B*KV, *about[6:], *views[16:], row_sums.address, shares.address, turns.address,
                     shared=nbytes)
 
 
 @functools.lru_cache(maxsize=None)
 def cuda():
     """The CUDA core, made when first asked for; NoDevice says why there is none."""
+    global SEVERAL_DEVICES
+    find_card()
+    try:
+        made = Cuda()
+    except (ImportError, RuntimeError) as e:
+        if out_of_memory(e):
+            raise
+        if type(e).__name__.startswith("CUDA"):         # an error of the runtime or the driver
+            raise Unusable(f"the card cannot be used ({e})") from None
+        raise Unusable(f"a part of CUDA is missing ({str(e).split(': ')[0]}): "
+                       f"{install(driver_version())}") from None
+    SEVERAL_DEVICES = True
+    return made
+
+
+def find_card():
+    """NoDevice, or Unusable where there is a driver, unless CuPy sees a card."""
+    have = driver_version()
+    refusal = Unusable if have else NoDevice
     try:
         import cupy
     except ImportError as e:
-        raise NoDevice(f"CuPy, which reaches the GPU, is not installed ({e}): "
-                       "pip install -e '.[cuda]'") from None
+        reason = str(e).strip(" =\n").rpartition("\n")[2].strip()   # CuPy's text has ten lines
+        where = "" if have else ", on a machine with a card and NVIDIA's driver"
+        raise refusal(f"CuPy, which reaches the GPU, cannot be imported ({reason}): "
+                      f"{install(have)}{where}") from None
     runtime = cupy.cuda.runtime
     try:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as e:
-        have, need_ = driver_version(), runtime.runtimeGetVersion()
-        if have and have//1000 < need_//1000:
-            raise NoDevice(f"the NVIDIA driver supports CUDA {version_text(have)}, CuPy was built "
-                           f"for {version_text(need_)}: update the driver, or install the CuPy "
-                           "for its version") from None
-        raise NoDevice(f"no NVIDIA driver answers ({str(e).split(':')[0]}): is there a card, and "
-                       "does nvidia-smi list it?") from None
+        count, reason, wants = 0, str(e).split(":")[0], runtime.runtimeGetVersion()
+        if 0 < have//1000 < wants//1000:
+            raise Unusable(f"the NVIDIA driver supports CUDA {version_text(have)}, CuPy was built "
+                           f"for {version_text(wants)}: update the driver" + (
+                               f", or {OLDER}" if have >= 12000 else "")) from None
+        if reason != "cudaErrorNoDevice":
+            raise refusal(f"no NVIDIA driver answers ({reason}): is there a card, and does "
+                          "nvidia-smi list it?") from None
     if count == 0:
-        raise NoDevice("the NVIDIA driver lists no card (CUDA_VISIBLE_DEVICES hides some)")
-    global SEVERAL_DEVICES
-    SEVERAL_DEVICES = True
-    return Cuda()
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise NoDevice("the NVIDIA driver lists no card" + (
+            "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden!r})"))
 
 
 def driver_version():
-    """The CUDA version that the driver supports, 1000*major + 10*minor; 0 if none answers."""
-    from cupy.cuda import runtime
-    try:
-        return runtime.driverGetVersion()
-    except runtime.CUDARuntimeError:
-        return 0
+    """The CUDA version that NVIDIA's driver supports, 1000*major + 10*minor; 0 without a driver."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def install(version):
+    """The command that installs what a driver for a CUDA version (0: unknown) needs."""
+    return f"pip install -e '.[{'cuda12' if version//1000 == 12 else 'cuda'}]'"
+
+
+OLDER = "pip uninstall cupy-cuda13x; " + install(12000)     # what older drivers and cards need
 
 
 def version_text(number):
@@ -1036,6 +1130,18 @@ def backend(device):
     if device != "cuda":
         raise ValueError(f"device {device!r}: wants 'cpu' or 'cuda'")
     return cuda()
+
+
+def has_bf16(device):
+    """Can a device multiply bf16, and so compute attention in tiles?  GPUs can from Ampere on."""
+    return device == "cpu" or cuda().capability >= TENSOR_CORES
+
+
+# Results below this many bytes are kept for the backward even if they can be made again, by device.
+# On a CPU a model with rows that small needs no memory saved, and making them again takes nano 6 %
+# of a step.  On a GPU making them again costs as much as making them: 3 % of gpt2's step, for 3 GB
+# of 13.
+KEEP_BELOW = {"cpu": 1 << 22, "cuda": math.inf}
 
 
 # ---- 3. Tensor -----------------------------------------------------------------------------------
@@ -1263,7 +1369,7 @@ class Row:
     def __init__(self, run, dtypes, bench, flops, rounds):
         self.flops, self.rounds = flops, rounds
         self.name, self.doc, self.signature = run.__name__, run.__doc__, inspect.signature(run)
-        self.run, self.dtypes, self.bench = run, dtypes, bench
+        self.run, self.dtypes, self.bench = marked(run), dtypes, bench
         self.names, self.__doc__ = tuple(self.signature.parameters), run.__doc__
         self.wants = [FIXED.get(name, dtypes) for name in self.names]
         self.plain = all("f32" in wants for wants in self.wants)
@@ -1302,6 +1408,31 @@ class Row:
     def refuse(self, value, wants):
         """A tensor of another dtype than the row computes with."""
         raise TypeError(f"{self.name}: wants {wants[0]}, got {value.dtype} {value.shape}")
+
+
+# XTRAIN_NVTX=1 puts ranges with the names of rows and of the parts of a step into a profile of
+# Nsight Systems.
+NVTX = os.environ.get("XTRAIN_NVTX", "0") not in ("", "0")
+if NVTX:
+    try:
+        from cupy.cuda import nvtx
+    except ImportError as e:
+        raise ImportError(f"XTRAIN_NVTX: wants CuPy ({e}): {install(driver_version())}") from None
+
+
+def marked(run):
+    """A function as a range of a profile, under XTRAIN_NVTX; else the function itself."""
+    if not NVTX:
+        return run
+
+    @functools.wraps(run)
+    def ranged(*args, **kwargs):
+        nvtx.RangePush(run.__name__)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            nvtx.RangePop()
+    return ranged
 
 
 TABLE = {}
@@ -1721,6 +1852,13 @@ def mirror(w):
         w.core.cast_bf16(w.storage.address, out.ptr, out.size)
         packs["mirror"] = version, out
     return out
+
+
+def refresh(w):
+    """Bring the bf16 mirror of an arena up to date, if it has one: a replay does not ask for that.
+    """
+    if w.storage.packs and "mirror" in w.storage.packs:
+        mirror(w)
 
 
 def packed_weight(b, ldb, tb, m, n, k, half):
@@ -2323,18 +2461,27 @@ class Program:
         return self.graph is not None
 
     def capture(self, gpu, fixed):
-        """Record a call as a graph; where that cannot be done, say so and go on without."""
+        """Record a call as a graph; where that cannot be done, say why and go on without.
+
+        While recording nothing is computed: if it fails, the inputs and all that the call would
+        have written are as they were, for the call without a graph that follows.
+        """
         self.out, gpu.kept = None, []   # what `out` holds can be used again
-        gpu.stream.begin_capture()
         try:
+            gpu.stream.begin_capture()
             self.out = self.run(*fixed, **self.tensors)
             self.graph, self.kept = gpu.stream.end_capture(), gpu.kept
-        except (RuntimeError, MemoryError) as e:
-            with contextlib.suppress(Exception):
-                gpu.stream.end_capture()
-            self.out, self.record = None, False
-            print(f"xtrain: no CUDA graph of the step ({str(e).splitlines()[0]}): going on kernel "
-                  "by kernel, as with --no-graph", file=sys.stderr, flush=True)
+            self.graph.upload(gpu.stream)       # what memory the driver wants for it, it wants now
+            gpu.recorded = True
+        except BaseException as e:
+            with contextlib.suppress(RuntimeError):     # that it has failed, once more
+                gpu.stream.end_capture()                # or the stream would go on recording
+            self.out, self.graph, self.kept, self.record = None, None, None, False
+            if not isinstance(e, Exception):            # Ctrl-C
+                raise
+            reason = (str(e) or type(e).__name__).splitlines()[0]
+            say(f"no CUDA graph of {self.run.__name__} ({reason}): going on kernel by kernel, as "
+                "with --no-graph")
         finally:
             gpu.kept = None
 

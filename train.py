@@ -43,6 +43,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import traceback
 import typing
 
 import numpy as np
@@ -1193,9 +1194,23 @@ def train(run, folder):
         progress.close()
         finish(run, folder, clock, why, signals.caught)
         return 128 + signals.caught if signals.caught else 0
+    except (MemoryError, RuntimeError) as e:
+        progress.close()
+        if xtrain.T.out_of_memory(e) and saved != run.step and run.step:
+            rescue(run, folder, e)
+        raise
     finally:
         progress.close()
         metrics.close()
+
+
+def rescue(run, folder, error):
+    """After an error that says memory ran out, save what the last whole update left, if it can be.
+    """
+    traceback.clear_frames(error.__traceback__)     # they hold what the failed step had computed
+    with contextlib.suppress(MemoryError):
+        tell(f"memory ran out after step {run.step}: saved {run.save(folder)}, from which --resume "
+             "goes on")
 
 
 def reason_to_stop(run, signals, deadline):
@@ -1312,7 +1327,8 @@ def bench(s):
     speed = count/middle
     flops = speed*config.flops_per_token(s.seq)
     print(f"{speed:,.0f} tok/s = {count:,} tokens / {middle:.4f} s (median of {len(timed)} steps); "
-          f"{flops/1e9:.1f} GFLOP/s = {100*flops/machine.peak:.1f} % of {machine.peak/1e9:.0f}")
+          f"{flops/1e9:.1f} GFLOP/s = {100*flops/machine.peak:.1f} % of {machine.peak/1e9:.0f} "
+          f"({machine.how})")
     print(json.dumps({
         "tok_s": round(speed, 1), "ms": round(middle*1e3, 3), "best_ms": round(timed[0]*1e3, 3),
         "GFLOP_s": round(flops/1e9, 2), "mfu": round(flops/machine.peak, 6),
@@ -1339,8 +1355,23 @@ def main(argv):
     # A graph has no cycles (autograd.record), so Python has little to collect: looking for it after
     # every 700 new objects, its default, takes 0.12 ms of a small model's step of 27
     gc.set_threshold(100_000)
-    if s.bench:
-        return bench(s)
+    try:
+        return bench(s) if s.bench else start(s, given, source, state)
+    except (MemoryError, RuntimeError) as e:
+        e.less = less_memory(s)
+        raise
+
+
+def less_memory(s):
+    """What needs less memory than these settings, for the line that says it ran out."""
+    knobs = {"a smaller --batch with more --accum-steps": s.batch > 1,
+             "--recompute": not s.recompute, "--flash": not s.flash}
+    left = "".join(f"{text}, " for text, free in knobs.items() if free)
+    return f"{left}{'or ' if left else ''}a smaller --seq or model"
+
+
+def start(s, given, source, state):
+    """Train, from the start or from a checkpoint; returns the exit code."""
     if source and state["step"] >= s.steps:
         print(f"{source} is at step {state['step']} already, --steps is {s.steps}: raise it to go "
               "on")

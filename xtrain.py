@@ -47,7 +47,7 @@ except ImportError:             # Python 3.10
 
 import autograd as A
 import tensor as T
-from tensor import Dropout, Tensor
+from tensor import Dropout, Tensor, say
 
 __version__ = "0.1.0"
 
@@ -382,6 +382,7 @@ class Decoder:
         """A Cache for `batch` sequences of at most `length` tokens; give it to `decode`."""
         return Cache(self.config, batch, length, self.device, self.dtype)
 
+    @T.marked
     def decode(self, tokens, cache):
         """Logits [batch, vocab_size] after the last of tokens [batch, n], which follow the cached.
 
@@ -556,6 +557,7 @@ class Step:
         self.loss = T.zeros((2,), device=model.device)  # of the micro-steps so far; of the update
         self.programs = {}              # by what a recording holds fixed
 
+    @T.marked
     def micro(self, tokens, targets, order=None, first_sequence=None, counted=None):
         """Forward and backward of one micro-batch, ints [batch, seq].
 
@@ -577,6 +579,7 @@ class Step:
         first_sequence = self.sequences if first_sequence is None else first_sequence
         self.sequences = first_sequence + len(tokens)
         counted = max(1, int((targets >= 0).sum()) if counted is None else int(counted))
+        T.refresh(model.arena.weights)          # someone may have set one since the last step
         program = self.program(Step.forward_backward, tokens.shape, c.dropout, c.recompute, c.flash,
                                model.training, model.seed)
         return program(self, tokens=tokens, targets=targets,
@@ -590,6 +593,7 @@ class Step:
         T.accumulate(self.loss.view((), offset=0), loss)
         return loss.detach()
 
+    @T.marked
     def update(self, lr=None, wait=True):
         """One optimizer step -> (loss of the global batch, gradient norm before clipping).
 
@@ -797,11 +801,6 @@ def load_pretrained(folder, device=None, dtype="f32"):
 END_OF_TEXT = "<|endoftext|>"       # separates documents; the last id, made by no text
 PIECE, LONGEST = 1 << 12, 1 << 15   # characters of a piece: wanted, and at most; 4,096 encode 15 %
 BATCH = 1 << 19                     # faster than 65,536.  Characters encoded in parallel
-
-
-def say(line):
-    """Tell the user something that is no error, on stderr: stdout belongs to results."""
-    print(f"xtrain: {line}", file=sys.stderr, flush=True)
 
 
 def byte_symbols():
@@ -1076,6 +1075,7 @@ def bpe_parts(token, ranks):
 
 # ---- 8. Evaluation -------------------------------------------------------------------------------
 
+@T.marked
 def evaluate(model, tokens, lengths, seq, batch=8, limit=None):
     """Held-out loss -> (nats per token, bits per byte).
 
@@ -1508,26 +1508,19 @@ class Machine(typing.NamedTuple):
     """Where a run computes."""
     device: str
     dtype: str
-    core: str           # device and instruction set: with another, results differ in the last bits
+    core: str           # what computes, a CPU's build or a GPU with its libraries: with another,
+                        # results differ in the last bits
     name: str           # for people
     peak: float         # FLOP/s, measured
     how: str            # by what
 
 
 def machine(device="auto", dtype="auto", threads=None):
-    """The Machine that --device, --dtype and --threads mean; Refused if it is not there.
-
-    auto is the GPU if there is one; XTRAIN_DEVICE can say otherwise.
-    """
+    """The Machine that --device, --dtype and --threads mean; Refused if it is not there."""
     if threads is not None:
         T.set_threads(threads)
-    device = os.environ.get("XTRAIN_DEVICE") or device if device == "auto" else device
-    if device != "cpu":
-        try:
-            return gpu_machine(dtype)
-        except T.NoDevice as e:
-            if device == "cuda":
-                raise Refused(f"--device cuda: {e}") from None
+    if find_device(device, dtype) == "cuda":
+        return gpu_machine(dtype)
     dtype = fast_dtype() if dtype == "auto" else dtype
     count = T.threads()
     name = f"cpu ({T.ISA}, {count} thread{'s' if count > 1 else ''})"
@@ -1535,18 +1528,38 @@ def machine(device="auto", dtype="auto", threads=None):
                    "multiply-adds in registers")
 
 
+def find_device(device="auto", dtype="auto"):
+    """"cpu" or "cuda", as --device asks; Refused if it is not there or cannot do the dtype.
+
+    auto is the GPU if there is one; XTRAIN_DEVICE can say otherwise.
+    """
+    device = os.environ.get("XTRAIN_DEVICE") or device if device == "auto" else device
+    if device == "cpu":
+        return "cpu"
+    try:
+        gpu = T.cuda()
+    except T.NoDevice as e:
+        if device == "cuda":
+            raise Refused(f"--device cuda: {e}") from None
+        if isinstance(e, T.Unusable):           # somebody paid for a card and would not get it
+            say(f"computing on the CPU: {e}")
+        return "cpu"
+    if dtype == "bf16" and not T.has_bf16("cuda"):
+        raise Refused(f"--dtype bf16: the {gpu.name} (compute capability {gpu.capability/10}) "
+                      f"multiplies no bf16, which begins with {T.TENSOR_CORES/10}: use --dtype f32")
+    return "cuda"
+
+
 def gpu_machine(dtype):
-    """The Machine of the GPU; Refused if the card cannot compute in the dtype."""
+    """The Machine of the GPU; auto is bf16 on every card that has it."""
     gpu = T.cuda()
-    version = f"{gpu.capability//10}.{gpu.capability % 10}"
-    able = gpu.capability >= T.TENSOR_CORES
-    if dtype == "bf16" and not able:
-        raise Refused(f"--dtype bf16: the {gpu.name} (compute capability {version}) multiplies no "
-                      "bf16, which begins with 8.0: use --dtype f32")
-    dtype = ("bf16" if able else "f32") if dtype == "auto" else dtype
-    return Machine("cuda", dtype, f"cuda {version} {gpu.name}",
-                   f"cuda ({gpu.name}, compute capability {version})",
-                   T.peak_flops(dtype, device="cuda"), "a product of 8,192 x 8,192 matrices")
+    dtype = ("bf16" if T.has_bf16("cuda") else "f32") if dtype == "auto" else dtype
+    what = f"{gpu.name}, compute capability {gpu.capability/10}"
+    driver = T.version_text(T.driver_version())
+    return Machine("cuda", dtype, f"cuda {what}, {gpu.libraries}",
+                   f"cuda ({what}, {gpu.memory_size/2**30:.0f} GB, driver for CUDA {driver}, "
+                   f"{gpu.libraries})", T.peak_flops(dtype, device="cuda"),
+                   "a product of 8,192 x 8,192 matrices")
 
 
 def fast_dtype():
@@ -1559,14 +1572,15 @@ def fast_dtype():
     return "bf16" if T.peak_flops("bf16") > 1.5*T.peak_flops() else "f32"
 
 
-def run_dtype(folder):
-    """What the run that wrote a checkpoint computed in; f32 for other people's folders."""
+def run_dtype(folder, device="cpu"):
+    """What the run that wrote a checkpoint computed in, if the device can; f32 for other people's
+    folders."""
     try:
         with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
             dtype = json.load(f)["versions"]["dtype"]
     except (OSError, ValueError, KeyError, TypeError):
         return "f32"
-    return dtype if dtype in T.FLOATS else "f32"
+    return dtype if dtype in T.FLOATS and T.has_bf16(device) else "f32"
 
 
 def peak_memory(device="cpu"):
@@ -1581,7 +1595,7 @@ def exit_code(main, argv, less="a smaller --batch, --seq or model, or --recomput
     """Run main(argv) and turn how it ended into an exit code, with one line on stderr.
 
     0 fine (or what main returns); 2 bad input; 4 out of memory or disk; 130 interrupted.  less:
-    what needs less memory.
+    what needs less memory, unless the exception says so itself, as `less`.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:              # closed by whoever started us
@@ -1590,12 +1604,15 @@ def exit_code(main, argv, less="a smaller --batch, --seq or model, or --recomput
             getattr(sys, name).reconfigure(errors="replace")    # where UTF-8 is not to be had
     try:
         return main(argv) or 0
-    except Refused as e:
+    except (Refused, T.NoDevice) as e:
         return complain(e, 2)
     except KeyboardInterrupt:
         return complain("interrupted", 130)
-    except MemoryError as e:
-        return complain(f"out of memory{f' ({e})' if str(e) else ''}: {less} needs less", 4)
+    except (MemoryError, RuntimeError) as e:
+        if not T.out_of_memory(e):
+            raise
+        less, why = getattr(e, "less", less), f" ({e})" if str(e) else ""
+        return complain(f"out of memory{why}: {less} needs less", 4)
     except BrokenPipeError:                     # the reader of a pipe has gone (| head): no fault
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
